@@ -22,8 +22,8 @@ from consilium.adapters.registry import Shapes
 from consilium.adapters.trained_base_parameters import decoder_names
 from consilium.core.errors import ConfigError
 from consilium.core.storage import write_atomic
-from consilium.models.model_writer import save_tensors
 from consilium.models.registry import ModelKind
+from consilium.models.weight_files import save_tensors
 
 PARALLEL_SCALE = 0.5
 

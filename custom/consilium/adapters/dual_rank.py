@@ -21,8 +21,8 @@ from consilium.adapters.names import GATE, TAIL, factor, is_frozen_part, is_head
 from consilium.adapters.registry import Shapes
 from consilium.adapters.trained_base_parameters import decoder_names
 from consilium.core.errors import CheckpointError
-from consilium.models.model_writer import save_tensors
 from consilium.models.registry import ModelKind
+from consilium.models.weight_files import save_tensors
 
 
 class Products(torch.autograd.Function):

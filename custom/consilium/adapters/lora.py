@@ -30,8 +30,8 @@ from consilium.adapters.names import (
 from consilium.adapters.registry import Shapes
 from consilium.adapters.trained_base_parameters import DECODER, decoder_names
 from consilium.core.errors import ConfigError
-from consilium.models.model_writer import HEAD_FILE, save_tensors
 from consilium.models.registry import ModelKind, TargetSet, pattern_of
+from consilium.models.weight_files import HEAD_FILE, save_tensors
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig

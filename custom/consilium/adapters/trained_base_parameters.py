@@ -14,8 +14,8 @@ from consilium.adapters.kinds import BottleneckConfig, FullConfig, LoraConfig
 from consilium.adapters.names import BASE, WHOLE_BASE, is_head
 from consilium.adapters.registry import Decoder, Shapes
 from consilium.core.errors import ConfigError
-from consilium.models.model_writer import save_tensors
 from consilium.models.registry import ModelKind
+from consilium.models.weight_files import save_tensors
 
 DECODER = "mask_decoder."
 """Prefix of the mask decoder's parameter names."""

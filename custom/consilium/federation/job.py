@@ -29,10 +29,10 @@ from consilium.federation.job_checks import (
     trained_base_shapes,
 )
 from consilium.models.architecture import refuse_gguf
-from consilium.models.base_weights import refuse_adapter
 from consilium.models.low_precision import store_frozen_as
 from consilium.models.meta_device import build_on_meta_device
 from consilium.models.registry import MODELS, ModelConfig, ModelKind
+from consilium.models.weight_files import refuse_adapter
 from consilium.privacy.plan import make_plan
 from consilium.strategies.heterogeneous_ranks.ranks import at_one_rank
 from consilium.strategies.strategy import Strategy

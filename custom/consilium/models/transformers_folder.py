@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from consilium.core.errors import STOPS, CheckpointError, ConfigError
 from consilium.models.architecture import config_values, refuse_gguf
 from consilium.models.listed_keys import keep_listed_keys
-from consilium.models.model_writer import no_progress_bar
 from consilium.models.untrusted_folder import TOKENS, WANTED, link_tokenizer, link_weights, read_json
 from consilium.models.untrusted_tokenizer import check_backend
+from consilium.models.weight_files import no_progress_bar
 
 _SLOW = "convert it once where sentencepiece is installed: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
 _PACKED = "weights that are quantized already are not read; use the original folder, with model.dtype: nf4 or int8"

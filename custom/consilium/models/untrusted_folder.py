@@ -19,8 +19,8 @@ from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.core.sanitize import shown
-from consilium.models.base_weights import refuse_adapter, refuse_adapter_tensors, tensor_names
 from consilium.models.untrusted_tokenizer import check_tokenizer_json, quoted
+from consilium.models.weight_files import refuse_adapter, refuse_adapter_tensors, tensor_names
 
 WANTED = "give a transformers folder with config.json, model.safetensors and tokenizer.json"
 CODELESS = (

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from consilium.core.errors import ConfigError
 from consilium.models import transformers_folder
 from consilium.models.causal_lm import CausalLmConfig
-from consilium.models.model_writer import page, save_text_model
+from consilium.models.weight_files import page, save_text_model
 
 TINY_FOLDER = Path(__file__).parent.parent / "weights" / "tiny_lm"
 """config.json, model.safetensors (half precision) and tokenizer files; made by tests/pretraining/lm.py."""

@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from consilium.core.lazy import lazy
-from consilium.models.model_writer import page, save_weights
 from consilium.models.registry import Graph
 from consilium.models.sam import SamConfig, med2d
 from consilium.models.sam.attention import join_qkv
 from consilium.models.sam.network import FOLDER_MODELS, SHAPES, PromptedSam
+from consilium.models.weight_files import page, save_weights
 
 _CLASSES = """from functools import partial
 

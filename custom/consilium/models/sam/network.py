@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.core.lazy import lazy
 from consilium.models.architecture import refuse_adapter, require_multiple
-from consilium.models.base_weights import load_tensors
 from consilium.models.sam import SamConfig, med2d
 from consilium.models.sam.attention import use_fused
+from consilium.models.weight_files import load_tensors
 
 FOLDER_MODELS = "consilium.models.sam.transformers_sam"
 """Loads `transformers`, which Meta's layout does without."""

@@ -10,8 +10,8 @@ from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel, PreTr
 
 from consilium.core.errors import ConfigError
 from consilium.models import transformers_folder
-from consilium.models.model_writer import HEAD_FILE, page, save_pretrained, save_tensors
 from consilium.models.text_encoder import PAD, TextEncoderConfig
+from consilium.models.weight_files import HEAD_FILE, page, save_pretrained, save_tensors
 
 KNOWN = transformers_folder.Known(
     "text encoder", "bert, roberta, xlm-roberta, camembert, distilbert, electra", AutoModelForMaskedLM

@@ -11,8 +11,8 @@ from transformers import AutoModel, PreTrainedModel
 from consilium.core.errors import ConfigError
 from consilium.models import transformers_folder
 from consilium.models.architecture import require_multiple
-from consilium.models.model_writer import HEAD_FILE, page, save_pretrained, save_tensors
 from consilium.models.vision import VisionConfig
+from consilium.models.weight_files import HEAD_FILE, page, save_pretrained, save_tensors
 
 KNOWN = transformers_folder.Known("vision encoder", "clip, siglip, siglip2, dinov2, dinov3_vit, vit")
 OURS = ("head", "pooled", "dense")

@@ -18,8 +18,8 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel, PreTraine
 from consilium.core.errors import ConfigError
 from consilium.models import transformers_folder
 from consilium.models.architecture import require_multiple
-from consilium.models.model_writer import page, save_text_model
 from consilium.models.vision_language import VisionLanguageConfig
+from consilium.models.weight_files import page, save_text_model
 
 Inputs = dict[str, Tensor]
 
