@@ -13,7 +13,8 @@ from consilium.adapters import adapter_state
 from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.federation.job import build_meta_model, build_model, build_task
+from consilium.core.errors import ConfigError
+from consilium.federation.job import assemble_job, build_meta_model, build_model, build_task
 from consilium.models.low_precision import StoredLinear, replace_frozen_linear, store_frozen_as
 from consilium.training.device import autocast
 from tests.conftest import small_cells, small_config, small_text
@@ -96,13 +97,18 @@ def test_without_autocast_it_computes_in_the_type_of_what_comes_in() -> None:
     assert torch.equal(found, x @ torch.tensor([[1.5, -2.0], [0.25, 4.0]]).T + torch.tensor([0.5, -1.0]))
 
 
-@pytest.mark.parametrize("kind", ["falcon", "llama"])
-def test_a_base_is_kept_in_less(kind: str) -> None:
-    """Falcon has a class of layers of its own."""
+@pytest.mark.parametrize("kind", ["falcon", "mixtral", "llama"])
+def test_a_base_is_kept_in_less_or_the_job_is_refused(kind: str) -> None:
+    """Experts are one block of numbers, which no linear layer has; Falcon has a class of layers of its own."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
     config = {"model_type": kind, "num_local_experts": 4, "num_key_value_heads": 1, "vocab_size": 64, **sizes}
     folder = {"variant": "folder", "checkpoint": "x", "config": config, "name": "causal_lm", "dtype": "bf16", "max_length": 64}
     job = JobConfig.model_validate(small_text("fedit").model_dump() | {"model": folder})
+    if kind == "mixtral":
+        with pytest.raises(ConfigError, match=r"model\.dtype: 'bf16': \d\d % .*experts\.gate_up_proj and the like.* use fp32"):
+            assemble_job(job)
+        return
+    assemble_job(job)
     model = store_frozen_as(build_meta_model(job), "bf16", [])
     assert {p.dtype for n, p in model.named_parameters() if "layers" in n or ".h." in n if p.ndim > 1} == {torch.bfloat16}
 

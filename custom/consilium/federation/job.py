@@ -29,7 +29,7 @@ from consilium.federation.job_checks import (
     trained_base_shapes,
 )
 from consilium.models.architecture import refuse_gguf
-from consilium.models.low_precision import store_frozen_as
+from consilium.models.low_precision import require_storable, store_frozen_as
 from consilium.models.meta_device import build_on_meta_device
 from consilium.models.registry import MODELS, ModelConfig, ModelKind
 from consilium.models.weight_files import refuse_adapter
@@ -86,6 +86,7 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
                 f"training.local_steps: {steps}: pooled data get one site's number of steps a round; "
                 f"for the same work set training.local_steps to {steps} times the number of sites, or training.local_epochs"
             )
+        require_storable(model, config.model.dtype, [model.get_parameter(name.partition(".")[2]) for name in names])
     begin, seed = adapter.start or adapter_state.initial_tensor, config.training.seed
     job = Job(config, {name: begin(name, shape, seed) for name, shape in shapes.items()}, tuple(warnings))
     check_adapter(config, names, source)

@@ -91,6 +91,26 @@ def frozen_linear(model: nn.Module, trained: Iterable[Tensor]) -> list[nn.Linear
     return found
 
 
+def require_storable(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> None:
+    """Raise ConfigError if `store_frozen_as` would leave over half of the frozen numbers, without embeddings, unchanged.
+
+    Experts stored as one tensor are left unchanged.
+    """
+    if dtype == "fp32":
+        return
+    kept = list(trained)
+    linear = {id(layer.weight) for layer in frozen_linear(model, kept)}
+    aside = {id(tensor) for tensor in kept} | {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    sizes = {n: (p.numel(), id(p) in linear) for n, p in model.named_parameters() if p.ndim > 1 and id(p) not in aside}
+    left = {name: size for name, (size, stored) in sizes.items() if not stored}
+    if 2 * sum(left.values()) > (whole := sum(size for size, _ in sizes.values())):
+        share, largest = 100 * sum(left.values()) // whole, max(left, key=left.__getitem__)
+        raise ConfigError(
+            f"model.dtype: {dtype!r}: {share} % of what is frozen is in no linear layer ({largest} and the like) and would "
+            "stay float32; use fp32"
+        )
+
+
 def require_library(dtype: str) -> None:
     """Raise ConfigError for nf4 and int8 where bitsandbytes is missing."""
     if dtype in QUANTIZED:
