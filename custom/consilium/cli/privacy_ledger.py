@@ -75,8 +75,8 @@ def sums(
     """Show with which hospitals this site's updates were summed, masked and without noise. Or allow another set of hospitals.
 
     A server that has sums over two different sets of hospitals can subtract one from the other. So a sum over a new set is
-    refused if the difference would be about too few hospitals. If you allow it, the server may in the worst case learn the
-    update of each hospital that is in only one of the sets.
+    refused. If you allow it, the server may in the worst case learn the update of each hospital that is in only one of the
+    sets.
     """
     root = find_site_records(where).root
     if allow:

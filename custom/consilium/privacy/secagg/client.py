@@ -113,7 +113,7 @@ class Party:
                 Reason.POLICY,
             )
         if self.sums is not None:
-            self.sums.check(cohort, self._least_sites_per_sum(terms))
+            self.sums.check(cohort)
         context = self._prepare_context(place, question, cohort, terms)
         self._check_last_attempt_cancelled(values, place, question, cohort, terms, keys)
         attempt: dict[str, Any] = {"cohort": cohort, "context": context.hex()}
@@ -129,10 +129,6 @@ class Party:
         keys = self._public_keys(values, values["attempt"])
         rounds = values[TRAINED]["rounds"]
         check_model_was_shared(values, past, terms, keys, lambda one: self._prepare_context(one, before, cohort, terms, rounds))
-
-    def _least_sites_per_sum(self, terms: Terms) -> int:
-        """Return the smallest number of hospitals allowed in any combination of sums that are sent without noise."""
-        return max(terms.threshold, self.asks.min_sites)
 
     def _prepare_context(
         self, place: Place, question: Message, cohort: Iterable[str], terms: Terms, rounds: int | None = None
@@ -198,7 +194,7 @@ class Party:
                 raise refusal_error("masks of another phase")
             terms, names = terms_of(self.config, len(attempt["cohort"])), hash_sent_tensors(payload, values["names"])
             if self.sums is not None:  # checked again: another run may have added a sum since prepare
-                self.sums.check(attempt["cohort"], self._least_sites_per_sum(terms))
+                self.sums.check(attempt["cohort"])
             prepared = check_prepared(question, attempt, self.name, self._public_keys(values, attempt), terms)
             keys = {name: one["key"] for name, one in prepared.items()}
             context = mask_context(bytes.fromhex(attempt["context"]), keys, order, describe_sent_model(payload, names))
@@ -247,7 +243,7 @@ class Party:
             words = arithmetic.flatten(integers, weight, self._largest_units(values, weight))
             if self.sums is not None:  # recorded for all later runs, before the update is masked
                 cohort = list(attempt["cohort"])
-                seal = self.sums.add(cohort, self._least_sites_per_sum(terms_of(self.config, len(cohort))), self.run)
+                seal = self.sums.add(cohort, self.run)
                 self.summed = {"sites": cohort, SEAL: seal}  # for the record of what leaves
             numbers = {**integers, "": torch.tensor([weight])}
             self.record.answer_once(attempt, "masked", {"numbers": digest(numbers)}, dict)
