@@ -20,7 +20,6 @@ from torch import nn
 from consilium.adapters import adapter_state, lora
 from consilium.config.job import load_job
 from consilium.config.site import SiteConfig
-from consilium.core.linalg.simplex import mixture_weights
 from consilium.core.messages import SiteInfo
 from consilium.federation.job import assemble_job
 from consilium.flare.job import wire
@@ -35,7 +34,7 @@ from consilium.privacy.secagg.arithmetic import UNIT
 from consilium.report.run_files import payload_bytes
 from consilium.runtime.engine import simulate
 from consilium.strategies.fediat import FedIAT
-from consilium.strategies.fedsca import similarities
+from consilium.strategies.fedsca import mixture_weights, similarities
 from consilium.strategies.trainer import LocalStep
 
 Normal = Callable[[tuple[int, ...]], torch.Tensor]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from consilium.core.linalg import lowrank
+from consilium.core import lowrank
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.strategies.fedhello import FedHeLLo, chosen_layer_indices, odds
 from consilium.strategies.fedhl import FedHL

@@ -9,7 +9,7 @@ import torch
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
-from consilium.core.linalg.lowrank import Product
+from consilium.core.lowrank import Product
 from consilium.core.messages import Payload, SiteInfo
 from consilium.federation.job import assemble_job
 from consilium.runtime.engine import simulate

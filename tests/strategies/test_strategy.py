@@ -155,7 +155,6 @@ def test_exact_mean_is_the_weighted_mean() -> None:
 
 TIERS = {"low": {"train": 4, "download": 32}, "medium": {"train": 8, "download": 48}, "high": {"train": 16, "download": 64}}
 UNEQUAL = {"tiers": TIERS, "profile": "uniform", "seed": 0}
-EXACT = UNEQUAL | {"device": None}
 SETTINGS: dict[str, dict[str, Any]] = {
     "fediat": {"sharing": "M4", "sor_weight": 1e-4, "ema": 0.9, "eps": 1e-5, "eps_scale": "relative"},
     "deer": {"schedule": "100%", "regulator": True, "rebalance": False, "eliminator": True},
@@ -171,12 +170,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fedprox": {"mu": 0.01},
     "scaffold": {"global_lr": 1.0},
     "lora_fair": {"loss": "cosine", "penalty": 0.01},
-    "fedhera": EXACT | {"aggregation": "residual", "allocation": "water_filling", "energy": "normalized", "gate": "paper"}
+    "fedhera": UNEQUAL | {"aggregation": "residual", "allocation": "water_filling", "energy": "normalized", "gate": "paper"}
     | {"score": "product", "decay": 0.9},
     "fedhomolora": UNEQUAL | {"rank": None},
-    "flexlora": EXACT | {"values_in": "left"},
-    "fedhl": EXACT | {"floor": 0.1},
-    "flora": EXACT,
+    "flexlora": UNEQUAL | {"values_in": "left"},
+    "fedhl": UNEQUAL | {"floor": 0.1},
+    "flora": UNEQUAL,
     "hetlora": UNEQUAL | {"prune": 0.99, "prune_weight": 0.0},
     "fedhello": UNEQUAL | {"rank": 8, "layers": "random"},
 }  # fmt: skip

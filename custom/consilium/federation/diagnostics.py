@@ -9,7 +9,7 @@ import torch
 from consilium.adapters.names import bottleneck_position, factor, is_head
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
-from consilium.core.linalg.lowrank import Product, norm
+from consilium.core.lowrank import Product, norm
 from consilium.core.messages import Tensors
 from consilium.privacy import mechanism
 from consilium.report import figures

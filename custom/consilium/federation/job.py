@@ -17,8 +17,8 @@ from consilium.adapters.strategy_modules import add_parts, part_shapes
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
-from consilium.core.linalg.norms import norm
 from consilium.core.messages import Tensors
+from consilium.core.norms import norm
 from consilium.data.datalist import DataList
 from consilium.federation.diagnostics import check_deviation
 from consilium.federation.saved_model import keeps_local

@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from consilium.adapters.names import factor
-from consilium.core.linalg.lowrank import norm
-from consilium.core.linalg.norms import norm as joint_norm
+from consilium.core.lowrank import norm
 from consilium.core.messages import Tensors
+from consilium.core.norms import norm as joint_norm
 from consilium.privacy.discrete_gaussian import Bits, add_share, clip_to_grid
 from consilium.privacy.randomness import secret_bytes
 from consilium.privacy.secagg.arithmetic import UNIT

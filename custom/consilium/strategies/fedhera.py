@@ -21,9 +21,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from consilium.core import lowrank
 from consilium.core.lazy import torch
-from consilium.core.linalg import lowrank
-from consilium.core.linalg.lowrank import Change, Update
+from consilium.core.lowrank import Change, Update
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.seeding import seed_for
 from consilium.strategies.heterogeneous_ranks import allocation

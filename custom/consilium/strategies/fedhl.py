@@ -15,8 +15,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from consilium.core.linalg import lowrank
-from consilium.core.linalg.lowrank import Change, Update
+from consilium.core import lowrank
+from consilium.core.lowrank import Change, Update
 from consilium.core.messages import SiteInfo
 from consilium.core.schema import Positive
 from consilium.strategies.heterogeneous_ranks.exact_server import ExactServer, stored_spectra

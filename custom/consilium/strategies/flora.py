@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from consilium.adapters.names import WHOLE
+from consilium.core import lowrank
 from consilium.core.lazy import torch
-from consilium.core.linalg import lowrank
-from consilium.core.linalg.lowrank import Change, Update
+from consilium.core.lowrank import Change, Update
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.seeding import seed_for
 from consilium.strategies.heterogeneous_ranks.exact_server import ExactServer, global_updates

@@ -15,8 +15,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from consilium.core import lowrank
 from consilium.core.lazy import Tensor, torch
-from consilium.core.linalg import lowrank
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Factor
 from consilium.strategies.heterogeneous_ranks.layer_factors import (

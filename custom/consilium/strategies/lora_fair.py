@@ -19,9 +19,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from consilium.adapters.names import checked_lora_factor
+from consilium.core import lowrank
 from consilium.core.lazy import Tensor, torch
-from consilium.core.linalg import lowrank
-from consilium.core.linalg.lowrank import Change, Product
+from consilium.core.lowrank import Change, Product
 from consilium.core.schema import Positive
 from consilium.strategies.heterogeneous_ranks.layer_factors import factors, pair, shapes
 from consilium.strategies.strategy import Role, ServerState, SiteResult, Strategy, next_phase, shares

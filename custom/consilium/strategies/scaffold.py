@@ -32,7 +32,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from consilium.core.linalg.lowrank import sum_tensors
+from consilium.core.lowrank import sum_tensors
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Positive
 from consilium.strategies.fedit import FedIT

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.core.errors import Reason, RefusedError
-from consilium.core.linalg.norms import norms
 from consilium.core.messages import Payload, Tensors
+from consilium.core.norms import norms
 from consilium.core.storage import read_notes, refuse_if_unwritable, unreadable_error, write_json
 from consilium.privacy.accounting.composition import DISCRETE, Entry
 from consilium.privacy.ledger import audit_log

@@ -11,8 +11,8 @@ from consilium.adapters.names import factor, is_frozen_part, other_factor
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.core.errors import ConfigError, Reason, RefusedError
-from consilium.core.linalg.norms import non_finite_names
 from consilium.core.messages import Payload, Tensors
+from consilium.core.norms import non_finite_names
 from consilium.core.seeding import seed_for
 from consilium.core.storage import digest, note, read_json
 from consilium.privacy import mechanism

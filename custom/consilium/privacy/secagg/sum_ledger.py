@@ -160,7 +160,7 @@ def lost_sum_seals(records: Path, lines: list[dict[str, Any]]) -> Iterator[tuple
 
 
 def _sums_on_record(records: Path) -> Iterator[tuple[Path, str, frozenset[str]]]:
-    """Yield the record, seal and hospitals of every sum in the records of what left. Unreadable hospitals give the empty set."""
+    """Yield the record, seal and hospitals of every sum in the records of what left. A set that cannot be read is empty."""
     for path in sorted(records.rglob(audit_log.FILE)):
         for line in audit_log.lines(path):
             if (seal := line.get(SEAL)) is not None:

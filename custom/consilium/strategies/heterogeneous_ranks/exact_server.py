@@ -8,13 +8,11 @@ directions without an update.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from pydantic import Field
-
+from consilium.core import lowrank
 from consilium.core.lazy import Tensor, torch
-from consilium.core.linalg import lowrank
-from consilium.core.linalg.lowrank import Change, Product, Spectrum, Update
+from consilium.core.lowrank import Change, Product, Spectrum, Update
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.strategies.heterogeneous_ranks.layer_factors import (
     changes,
@@ -30,15 +28,10 @@ from consilium.strategies.strategy import ServerState, SiteResult, next_phase, s
 
 @dataclass(frozen=True)
 class ExactServer(UnequalRanks):
-    """Base of algorithms that merge products. `merge_layer` computes a layer's next global update.
-
-    `device`: where the server computes SVDs, a GPU such as cuda:0 for large layers; by default CPU threads, one per layer.
-    """
+    """Base of algorithms that merge products. `merge_layer` computes a layer's next global update."""
 
     decomposes: ClassVar[bool] = True
     """Whether the server computes the SVD. An algorithm that sends no truncations does not need it."""
-
-    device: Annotated[str, Field(pattern=r"^cuda(:\d+)?$")] | None = None
 
     @property
     def merges_tails(self) -> bool:
@@ -102,7 +95,7 @@ class ExactServer(UnequalRanks):
             parts = {"left": update.left, "right": update.right} if update.dense is None else {"dense": update.dense}
             shared |= {f"{layer}.{part}": tensor for part, tensor in parts.items()}
         wanted = updates if self.decomposes else {}
-        for layer, found in lowrank.spectra(wanted, top, self.device).items():
+        for layer, found in lowrank.spectra(wanted, top).items():
             matrices |= {f"{layer}.u": found.left, f"{layer}.values": found.values, f"{layer}.v": found.right}
             matrices[f"{layer}.energy"] = torch.tensor([found.energy, found.error], dtype=torch.float64)
         return replace(state, shared=shared, matrices=matrices)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from consilium.adapters.names import GATE, TAIL, WHOLE, is_base, is_frozen_part, is_head
 from consilium.core.lazy import Tensor, torch
-from consilium.core.linalg.lowrank import Change, Product
+from consilium.core.lowrank import Change, Product
 from consilium.core.messages import Tensors
 from consilium.strategies.strategy import ServerState, SiteResult
 

@@ -15,10 +15,10 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from consilium.adapters.names import GATE, TAIL, WHOLE, checked_lora_factor, is_frozen_part
+from consilium.core import lowrank
 from consilium.core.errors import ConfigError
 from consilium.core.lazy import torch
-from consilium.core.linalg import lowrank
-from consilium.core.linalg.lowrank import Product
+from consilium.core.lowrank import Product
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Seed, Share
 from consilium.core.seeding import seed_for
