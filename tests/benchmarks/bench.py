@@ -35,7 +35,7 @@ from consilium.report.run_files import payload_bytes
 from consilium.runtime.engine import simulate
 from consilium.strategies.fediat import FedIAT
 from consilium.strategies.fedsca import mixture_weights, similarities
-from consilium.strategies.trainer import LocalStep
+from consilium.strategies.strategy import LocalStep
 
 Normal = Callable[[tuple[int, ...]], torch.Tensor]
 """Draws standard normals (shape), float64."""

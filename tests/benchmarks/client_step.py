@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from consilium.adapters import adapter_state, dual_rank
 from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.causal_lm.network import build_causal_lm
-from consilium.strategies.heterogeneous_ranks.layer_factors import prefix_and_tail
+from consilium.strategies.unequal_ranks import prefix_and_tail
 
 SHAPE = {
     "model_type": "llama",

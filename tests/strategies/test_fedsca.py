@@ -20,8 +20,7 @@ from consilium.federation.job import assemble_job
 from consilium.runtime.engine import simulate
 from consilium.server.aggregation import RoundAggregate
 from consilium.strategies.fedsca import MATRIX, FedSCA, mixture_weights, similarities, smallest_isolating_alpha
-from consilium.strategies.strategy import Role, ServerState, SiteResult
-from consilium.strategies.trainer import LocalStep
+from consilium.strategies.strategy import LocalStep, Role, ServerState, SiteResult
 from tests.conftest import Snapshot, small_config, strategy_of, training_only
 
 NAMES = [f"image_encoder.blocks.{i}.{place}.down.weight" for i in range(2) for place in PLACES]

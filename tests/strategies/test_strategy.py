@@ -14,8 +14,7 @@ from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.server.aggregation import ExactMean, RoundAggregate
 from consilium.strategies.registry import STRATEGIES
 from consilium.strategies.scaffold import CONTROL
-from consilium.strategies.strategy import Role, Strategy, label_of, next_phase
-from consilium.strategies.traits import Interpolation, Traits
+from consilium.strategies.strategy import Interpolation, Role, Strategy, Traits, label_of, next_phase
 from tests.conftest import strategy_of
 from tests.strategies.scripted import update_of
 

@@ -37,8 +37,8 @@ from consilium.models.low_precision import require_storable, store_frozen_as
 from consilium.models.meta_device import build_on_meta_device
 from consilium.models.registry import MODELS, ModelConfig, ModelKind
 from consilium.privacy.plan import make_plan
-from consilium.strategies.heterogeneous_ranks.ranks import at_one_rank
 from consilium.strategies.strategy import Strategy
+from consilium.strategies.unequal_ranks import at_one_rank
 from consilium.tasks.base import Task
 from consilium.tasks.registry import TASKS, TaskKind
 from consilium.training.device import CPU, pick_device

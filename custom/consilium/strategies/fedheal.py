@@ -29,8 +29,7 @@ from consilium.core.lowrank import sum_tensors
 from consilium.core.messages import Tensors
 from consilium.core.schema import Share
 from consilium.strategies.fedit import FedIT
-from consilium.strategies.strategy import ServerState, SiteResult, next_phase, normalize_weights
-from consilium.strategies.traits import Traits
+from consilium.strategies.strategy import ServerState, SiteResult, Traits, next_phase, normalize_weights
 
 ROUNDS, WEIGHT, DELTA = "rounds", "weight", "delta"
 """Names of three tensors that the server stores per site: the count of its rounds, its w and its delta.

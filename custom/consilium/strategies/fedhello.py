@@ -34,7 +34,9 @@ from consilium.core.lazy import torch
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Rank
 from consilium.core.seeding import seed_for
-from consilium.strategies.heterogeneous_ranks.layer_factors import (
+from consilium.strategies.strategy import ServerState, SiteResult, next_phase, shares
+from consilium.strategies.unequal_ranks import (
+    UnequalRanks,
     factors,
     mean_non_lora_tensors,
     non_lora_tensors,
@@ -42,8 +44,6 @@ from consilium.strategies.heterogeneous_ranks.layer_factors import (
     prefix_and_tail,
     shapes,
 )
-from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
-from consilium.strategies.strategy import ServerState, SiteResult, next_phase, shares
 
 SCORES, UNKNOWN = "scores", -1.0
 """SCORES: name of the layers' scores in ServerState.matrices, in order of depth. UNKNOWN: the score of a layer without one."""

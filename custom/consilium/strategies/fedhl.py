@@ -19,8 +19,8 @@ from consilium.core import lowrank
 from consilium.core.lowrank import Change, Update
 from consilium.core.messages import SiteInfo
 from consilium.core.schema import Positive
-from consilium.strategies.heterogeneous_ranks.exact_server import ExactServer, stored_spectra
 from consilium.strategies.strategy import ServerState, SiteResult, shares
+from consilium.strategies.unequal_ranks import ExactServer, stored_spectra
 
 
 @dataclass(frozen=True)

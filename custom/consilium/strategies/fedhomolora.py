@@ -13,10 +13,8 @@ from pydantic import Field
 
 from consilium.core.messages import Tensors
 from consilium.core.schema import Rank
-from consilium.strategies.heterogeneous_ranks.layer_factors import factors, non_lora_tensors, pair, shapes
-from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
-from consilium.strategies.strategy import RoundResults, ServerState, Strategy
-from consilium.strategies.traits import Traits
+from consilium.strategies.strategy import RoundResults, ServerState, Strategy, Traits
+from consilium.strategies.unequal_ranks import UnequalRanks, factors, non_lora_tensors, pair, shapes
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from consilium.core.lowrank import sum_tensors
 from consilium.core.messages import Payload
 from consilium.core.schema import Factor
 from consilium.strategies.fedit import FedIT
-from consilium.strategies.trainer import LocalStep, Trainer
-from consilium.strategies.traits import Traits
+from consilium.strategies.strategy import LocalStep, Trainer, Traits
 
 
 @dataclass(frozen=True)

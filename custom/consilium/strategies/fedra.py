@@ -35,9 +35,7 @@ from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Seed
 from consilium.core.seeding import seed_for
 from consilium.strategies.fedit import FedIT
-from consilium.strategies.strategy import Role, ServerState, SiteResult, next_phase
-from consilium.strategies.trainer import Trainer
-from consilium.strategies.traits import Traits
+from consilium.strategies.strategy import Role, ServerState, SiteResult, Trainer, Traits, next_phase
 
 Part = Annotated[float, Field(gt=0, le=1)]
 SiteName = Annotated[str, Field(min_length=1, max_length=128)]

@@ -31,9 +31,18 @@ from consilium.core.errors import ConfigError
 from consilium.core.lazy import Tensor, torch
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Factor
-from consilium.strategies.strategy import Role, ServerState, SiteResult, Strategy, next_phase, normalize_weights, shares
-from consilium.strategies.trainer import LocalStep, Trainer
-from consilium.strategies.traits import Traits
+from consilium.strategies.strategy import (
+    LocalStep,
+    Role,
+    ServerState,
+    SiteResult,
+    Strategy,
+    Trainer,
+    Traits,
+    next_phase,
+    normalize_weights,
+    shares,
+)
 
 MATRIX = "collaboration"
 _log = logging.getLogger(__name__)

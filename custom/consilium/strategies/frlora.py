@@ -32,15 +32,14 @@ from consilium.adapters.names import GATE, WHOLE, checked_lora_factor, is_frozen
 from consilium.core.lazy import Tensor, torch
 from consilium.core.lowrank import Product
 from consilium.core.messages import Payload, SiteInfo, Tensors
-from consilium.strategies.heterogeneous_ranks.layer_factors import (
+from consilium.strategies.strategy import Role, ServerState, Strategy, Traits, next_phase
+from consilium.strategies.unequal_ranks import (
     factors,
     full_download_numbers,
     pair,
     shapes,
     with_factored_tails,
 )
-from consilium.strategies.strategy import Role, ServerState, Strategy, next_phase
-from consilium.strategies.traits import Traits
 
 
 @dataclass(frozen=True)

@@ -19,17 +19,15 @@ from consilium.core import lowrank
 from consilium.core.lazy import Tensor, torch
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Factor
-from consilium.strategies.heterogeneous_ranks.layer_factors import (
+from consilium.strategies.strategy import LocalStep, ServerState, SiteResult, Trainer, Traits, next_phase, shares
+from consilium.strategies.unequal_ranks import (
+    UnequalRanks,
     factors,
     mean_non_lora_tensors,
     non_lora_tensors,
     pair,
     shapes,
 )
-from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
-from consilium.strategies.strategy import ServerState, SiteResult, next_phase, shares
-from consilium.strategies.trainer import LocalStep, Trainer
-from consilium.strategies.traits import Traits
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,8 @@ from consilium.core import lowrank
 from consilium.core.lazy import Tensor, torch
 from consilium.core.lowrank import Change, Product
 from consilium.core.schema import Positive
-from consilium.strategies.heterogeneous_ranks.layer_factors import factors, pair, shapes
-from consilium.strategies.strategy import Role, ServerState, SiteResult, Strategy, next_phase, shares
-from consilium.strategies.traits import Traits
+from consilium.strategies.strategy import Role, ServerState, SiteResult, Strategy, Traits, next_phase, shares
+from consilium.strategies.unequal_ranks import factors, pair, shapes
 
 STEPS = 200
 """The most L-BFGS iterations. It stops earlier when the gradient is close to 0."""

@@ -36,9 +36,7 @@ from consilium.core.lowrank import sum_tensors
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Positive
 from consilium.strategies.fedit import FedIT
-from consilium.strategies.strategy import Role, ServerState, SiteResult, next_phase, normalize_weights, shares
-from consilium.strategies.trainer import Trainer
-from consilium.strategies.traits import Traits
+from consilium.strategies.strategy import Role, ServerState, SiteResult, Trainer, Traits, next_phase, normalize_weights, shares
 
 CONTROL = "control/"
 """Prefix of a correction's name, before the name of its tensor."""

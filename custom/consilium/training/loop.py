@@ -20,7 +20,7 @@ from consilium.core.seeding import seed_for
 from consilium.data.cache import AHEAD, prefetch
 from consilium.data.datalist import NOTHING_LEFT
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps, log_failure
-from consilium.strategies.trainer import LocalStep, Penalty
+from consilium.strategies.strategy import LocalStep, Penalty
 from consilium.tasks.base import Batch, GroupsRecords, Task
 from consilium.training.device import CPU, autocast, compile_blocks, cuda_devices, pin_batch
 
