@@ -9,8 +9,8 @@ import typer
 from consilium.cli.find_site_records import find_site_records, is_site
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import markdown_cell, shown
-from consilium.privacy.accounting.composition import VOID
-from consilium.privacy.ledger.audit_log import FILE, is_void, read_with_epsilon
+from consilium.privacy.accounting import VOID
+from consilium.privacy.audit_log import FILE, is_void, read_with_epsilon
 from consilium.report.audit_tables import message_and_tensor_tables
 from consilium.report.tables import markdown_text as markdown_of, only_true
 

@@ -16,8 +16,8 @@ from consilium.cli.find_site_records import find_site_records, is_site
 from consilium.cli.options import FormatOption, emit
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.sanitize import rich_line
-from consilium.privacy.accounting.composition import VOID
-from consilium.privacy.ledger.ledger import Ledger, accept as go_on, check, summary
+from consilium.privacy.accounting import VOID
+from consilium.privacy.ledger import Ledger, accept as go_on, check, summary
 from consilium.privacy.secagg import sum_ledger
 from consilium.privacy.secagg.sum_ledger import FILE as SUMS
 

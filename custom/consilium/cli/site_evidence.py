@@ -19,9 +19,9 @@ from consilium.flare.admin.session import stored_jobs
 from consilium.flare.kit.evidence_archive import ACCEPTED, LEDGER, copy_ledger, pack, verify as verify_archive, verify_chains
 from consilium.flare.kit.kit_contents import kit_name, kit_role
 from consilium.flare.kit.root_ca import root_fingerprint
-from consilium.privacy.accounting.composition import VOID
-from consilium.privacy.ledger.audit_log import FILE, is_void, read_with_epsilon as stored_record
-from consilium.privacy.ledger.ledger import Ledger, read_accepted_seals
+from consilium.privacy.accounting import VOID
+from consilium.privacy.audit_log import FILE, is_void, read_with_epsilon as stored_record
+from consilium.privacy.ledger import Ledger, read_accepted_seals
 from consilium.report.run_files import versions
 from consilium.report.tables import only_true
 

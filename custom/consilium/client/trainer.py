@@ -23,8 +23,7 @@ from consilium.tasks.base import Task
 from consilium.tasks.registry import TASKS
 from consilium.training.device import autocast, peak_memory
 from consilium.training.gradient_probe import BatchGradients, WithFeatures
-from consilium.training.joint_dpsgd_step import step_update
-from consilium.training.loop import Progress, train
+from consilium.training.loop import Progress, step_update, train
 
 
 @dataclass

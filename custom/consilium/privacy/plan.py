@@ -23,7 +23,7 @@ from consilium.config.privacy import (
 )
 from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.core.schema import SMALLEST_NOISE
-from consilium.privacy.accounting.accountant import (
+from consilium.privacy.accounting import (
     SLACK,
     GaussianEvent,
     epsilon_of,

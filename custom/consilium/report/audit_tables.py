@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from consilium.core.sanitize import shown
-from consilium.privacy.ledger.audit_log import FILE
+from consilium.privacy.audit_log import FILE
 from consilium.report.tables import Table, columns, only_true, size_text, timestamp_text
 from consilium.report.untrusted_files import Number, as_finite_float
 

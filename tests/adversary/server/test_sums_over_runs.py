@@ -21,10 +21,10 @@ from consilium.core.messages import Hello, Kind, Payload, Tensors
 from consilium.core.seeding import seed_for
 from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.federation.job import Job
+from consilium.privacy import audit_log
 from consilium.privacy.guard.release import upload_shapes
-from consilium.privacy.ledger import audit_log
 from consilium.privacy.secagg import sum_ledger
-from consilium.privacy.secagg.simulated_identities import make_simulated_identities, read_root, read_simulated_identity
+from consilium.privacy.secagg.certificates import make_simulated_identities, read_root, read_simulated_identity
 from consilium.privacy.secagg.sum_ledger import SumLedger
 from consilium.runtime.engine import LocalTransport
 from consilium.runtime.worker_pool import SimulatedSite

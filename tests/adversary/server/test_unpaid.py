@@ -22,7 +22,7 @@ from consilium.core.storage import digest, load_state, save_state
 from consilium.flare.job import wire
 from consilium.flare.job.executor import SiteExecutor
 from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter
-from consilium.privacy.accounting.composition import Entry
+from consilium.privacy.accounting import Entry
 from consilium.privacy.guard import release_store
 from consilium.privacy.guard.release_store import FILE
 from consilium.runtime.worker_pool import SimulatedSite
@@ -32,7 +32,7 @@ from tests.conftest import small_config
 from tests.flare import process_state
 
 BOTH = pytest.mark.parametrize("fails", [False, True], ids=["well", "fails"])
-SPEND = "consilium.privacy.ledger.ledger.Ledger.spend"
+SPEND = "consilium.privacy.ledger.Ledger.spend"
 OVER = RefusedError("over the budget", Reason.BUDGET)
 
 
@@ -103,9 +103,7 @@ def test_of_an_evaluation_whose_scores_stay_no_word_leaves(full: bool, client: M
     for reason in Reason:
         with (
             patch.object(site.trainer, "evaluate", side_effect=CheckpointError("cannot", reason)),
-            patch(
-                "consilium.privacy.ledger.audit_log.os.write", side_effect=OSError(errno.ENOSPC, "full") if full else os.write
-            ),
+            patch("consilium.privacy.audit_log.os.write", side_effect=OSError(errno.ENOSPC, "full") if full else os.write),
         ):
             failed = site.ask("evaluate", message)
         assert (failed["DXO"]["meta"], failed["__headers__"]) == (well["DXO"]["meta"], well["__headers__"])

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from consilium.cli.main import app
 from consilium.core.errors import ConsiliumError, RefusedError
-from consilium.privacy.accounting.composition import Entry
-from consilium.privacy.ledger import audit_log, ledger as recovery
-from consilium.privacy.ledger.ledger import Ledger
+from consilium.privacy import audit_log, ledger as recovery
+from consilium.privacy.accounting import Entry
+from consilium.privacy.ledger import Ledger
 
 ONE = Entry("ward-7", "site", "zero-out", "local", "job", "run-1.abc", 0, 0, 20.0, 1.0, 1, 0.3)
 

@@ -12,11 +12,9 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from consilium.config.job import JobConfig
 from consilium.core.messages import Payload, Tensors
 from consilium.privacy.secagg.arithmetic import Layout, unflatten
-from consilium.privacy.secagg.certificates import Identity
-from consilium.privacy.secagg.client import Party
+from consilium.privacy.secagg.certificates import Identity, certificate_for, pem_of
+from consilium.privacy.secagg.client import Party, SiteRecord
 from consilium.privacy.secagg.server import MASKED, Attempt, Collector
-from consilium.privacy.secagg.simulated_identities import certificate_for, pem_of
-from consilium.privacy.secagg.site_record import SiteRecord
 from consilium.privacy.secagg.terms import Message
 from tests.conftest import small_config
 

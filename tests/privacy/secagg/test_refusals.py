@@ -15,10 +15,9 @@ from consilium.core.errors import Reason, RefusedError
 from consilium.privacy.guard.masking import Masking
 from consilium.privacy.plan import site_plan
 from consilium.privacy.secagg import sealing
-from consilium.privacy.secagg.certificates import Identity
+from consilium.privacy.secagg.certificates import Identity, certificate_for, pem_of
+from consilium.privacy.secagg.client import FILE, SiteRecord
 from consilium.privacy.secagg.sealing import canonical_json, sign
-from consilium.privacy.secagg.simulated_identities import certificate_for, pem_of
-from consilium.privacy.secagg.site_record import FILE, SiteRecord
 from consilium.privacy.secagg.terms import Message
 from consilium.server.checks import refusals_text, remedy_text
 from tests.privacy.secagg.conftest import NAMES, ORDER, Net, as_sent, same

@@ -32,8 +32,7 @@ from consilium.flare.job.simulation_settings import IDENTITIES, OUTPUT, is_simul
 from consilium.flare.kit.audit_rotation import aborting_person
 from consilium.flare.kit.kit_contents import ANSWERED
 from consilium.flare.kit.revocation import revoked_since, revoked_until
-from consilium.privacy.secagg.certificates import Identity, read_identity
-from consilium.privacy.secagg.simulated_identities import SERVER, read_root, read_simulated_identity
+from consilium.privacy.secagg.certificates import SERVER, Identity, read_identity, read_root, read_simulated_identity
 from consilium.report.predictions import PREDICTIONS
 from consilium.report.private_logging import log_event_privately
 from consilium.server.coordinator import FILE as SEALS, Seals

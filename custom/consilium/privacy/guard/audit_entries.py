@@ -1,6 +1,6 @@
 """The guard's entries in the record of what left a site, its stored refusals, and the charges of a private job.
 
-The record itself is privacy/ledger/audit_log.py.
+The record itself is privacy/audit_log.py.
 """
 
 from collections.abc import Iterable
@@ -14,9 +14,9 @@ from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import Payload, Tensors
 from consilium.core.norms import norms
 from consilium.core.storage import read_notes, refuse_if_unwritable, unreadable_error, write_json
-from consilium.privacy.accounting.composition import DISCRETE, Entry
-from consilium.privacy.ledger import audit_log
-from consilium.privacy.ledger.ledger import Ledger
+from consilium.privacy import audit_log
+from consilium.privacy.accounting import DISCRETE, Entry
+from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import Plan
 
 

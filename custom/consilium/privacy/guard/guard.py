@@ -18,8 +18,8 @@ from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import CAPACITY, LIBRARIES, PROTOCOL, Kind, Payload
 from consilium.core.storage import lock_folder, note, refuse_if_unwritable
 from consilium.data.stats import Tally
-from consilium.privacy import disclosure_control, mechanism
-from consilium.privacy.accounting.composition import Entry
+from consilium.privacy import disclosure_control, ledger, mechanism
+from consilium.privacy.accounting import Entry
 from consilium.privacy.guard import task_schedule
 from consilium.privacy.guard.audit_entries import DATA_DEPENDENT_REASONS, AuditTrail, Charges
 from consilium.privacy.guard.masking import Masking
@@ -36,8 +36,7 @@ from consilium.privacy.guard.release import (
 )
 from consilium.privacy.guard.release_store import ReplayPolicy
 from consilium.privacy.guard.task_schedule import AuthorizedTask
-from consilium.privacy.ledger import ledger
-from consilium.privacy.ledger.ledger import Ledger
+from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import Plan, check_policy, make_plan
 from consilium.privacy.secagg.certificates import Identity
 from consilium.privacy.secagg.sum_ledger import SumLedger

@@ -24,7 +24,7 @@ from consilium.core.storage import (
     unreadable_error,
     write_json,
 )
-from consilium.privacy.accounting.composition import VOID, Entry
+from consilium.privacy.accounting import VOID, Entry
 from consilium.privacy.guard import audit_entries, task_schedule
 from consilium.privacy.guard.audit_entries import AuditTrail, Charges
 from consilium.privacy.guard.task_schedule import AuthorizedTask

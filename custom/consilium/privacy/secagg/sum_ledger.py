@@ -43,7 +43,7 @@ from typing import Any, TypeGuard
 from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.core.sanitize import first_names_text
 from consilium.core.storage import file_lock, refuse_if_unwritable
-from consilium.privacy.ledger import audit_log
+from consilium.privacy import audit_log
 
 FILE = "sums.jsonl"
 SUM, ALLOWED, ACCEPTED = "sum", "allowed", "accepted"

@@ -26,8 +26,8 @@ from typing import Any
 
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.storage import make_private_folder, open_private
-from consilium.privacy.accounting.composition import UNITS, Budgets, Entry, epsilon_for, weakest
-from consilium.privacy.ledger.audit_log import FILE, AuditLog, Line, lines
+from consilium.privacy.accounting import UNITS, Budgets, Entry, epsilon_for, weakest
+from consilium.privacy.audit_log import FILE, AuditLog, Line, lines
 from consilium.privacy.secagg import sum_ledger
 
 Sealed = tuple[float, Entry, str]
