@@ -34,7 +34,7 @@ from consilium.core.lazy import torch
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Rank
 from consilium.core.seeding import seed_for
-from consilium.strategies.strategy import ServerState, SiteResult, next_phase, shares
+from consilium.strategies.strategy import ServerState, SiteResult, advance, shares
 from consilium.strategies.unequal_ranks import (
     UnequalRanks,
     factors,
@@ -115,8 +115,7 @@ class FedHeLLo(UnequalRanks):
         ends = {name: upload.trained_tensors() for name, upload in sorted(results.items())}
         for layer in shapes(state.shared):
             shared |= self._mean(state, layer, ends, share)
-        round, phase = next_phase(state, self.traits.phases_of(state.round))
-        following = replace(state, round=round, phase=phase, shared=shared)
+        following = advance(self, state, shared=shared)
         if self.layers != "fisher":
             return following
         scores = state.matrices[SCORES].clone()

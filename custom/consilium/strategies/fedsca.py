@@ -21,7 +21,7 @@ with 30 of 40 samples. The server warns of it in each round.
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -39,7 +39,7 @@ from consilium.strategies.strategy import (
     Strategy,
     Trainer,
     Traits,
-    next_phase,
+    advance,
     normalize_weights,
     shares,
 )
@@ -125,10 +125,8 @@ class FedSCA(Strategy):
         weights = {name: float(result.weight) for name, result in results.items()}
         shared = _weighted_sum(shares(results).values(), list(fresh.values()))
         known = {**state.weights, **weights}
-        matrix = self._mixture_matrix(sites, known, set(fresh))
-        round, phase = next_phase(state, self.traits.phases_of(state.round))
-        after = replace(state, round=round, phase=phase, shared=shared, sites=sites)
-        return replace(after, reported=reported, weights=known, matrices={MATRIX: matrix})
+        matrices = {MATRIX: self._mixture_matrix(sites, known, set(fresh))}
+        return advance(self, state, shared=shared, sites=sites, reported=reported, weights=known, matrices=matrices)
 
     def _mixture_matrix(self, sites: dict[str, Tensors], weights: dict[str, float], fresh: set[str]) -> Tensor:
         """Return the mixture weights (N, N), float64: the row's site receives the column's upload with that weight.

@@ -13,7 +13,7 @@ Source: J. Bian, L. Wang, L. Zhang, J. Xu, "LoRA-FAIR: Federated LoRA Fine-Tunin
 Refinement", ICCV 2025, arXiv 2411.14961.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -23,7 +23,7 @@ from consilium.core import lowrank
 from consilium.core.lazy import Tensor, torch
 from consilium.core.lowrank import Change, Product
 from consilium.core.schema import Positive
-from consilium.strategies.strategy import Role, ServerState, SiteResult, Strategy, Traits, next_phase, shares
+from consilium.strategies.strategy import Role, ServerState, SiteResult, Strategy, Traits, advance, shares
 from consilium.strategies.unequal_ranks import factors, pair, shapes
 
 STEPS = 200
@@ -56,8 +56,7 @@ class LoraFair(Strategy):
             products = [Change(share[site], factors(end, layer), factors(end, layer)) for site, end in ends.items()]
             b, a = factors(shared, layer)
             shared |= pair(layer, (b + self.correction(lowrank.weighted_sum_of_products(products, 1.0), b, a), a))
-        round, phase = next_phase(state, self.traits.phases_of(state.round))
-        return replace(state, round=round, phase=phase, shared={n: t.to(state.shared[n].dtype) for n, t in shared.items()})
+        return advance(self, state, shared={n: t.to(state.shared[n].dtype) for n, t in shared.items()})
 
     def correction(self, wanted: Product, b: Tensor, a: Tensor) -> Tensor:
         """Return dB (out, r), float64, for D = `wanted`, B (out, r) and A (r, in).

@@ -256,11 +256,6 @@ A strategy's own methods annotate which of the two they take.
 """
 
 
-def next_phase(state: ServerState, phases: int) -> tuple[int, int]:
-    """Return the (round, phase) that follows the state's; `phases`: how many the state's round has."""
-    return (state.round, state.phase + 1) if state.phase + 1 < phases else (state.round + 1, 0)
-
-
 class Strategy:
     """Base of every algorithm. Methods never change their inputs. All randomness comes from seeds in fields or payloads."""
 
@@ -319,8 +314,7 @@ class Strategy:
         """Return the next state: the mean update (float64) added to the shared tensors."""
         shared = dict(state.shared)
         shared |= {n: (shared[n].double() + u).to(shared[n].dtype) for n, u in results.items()}
-        round, phase = next_phase(state, self.traits.phases_of(state.round))
-        return replace(state, round=round, phase=phase, shared=shared)
+        return advance(self, state, shared=shared)
 
     # client half ------------------------------------------------------------------------------------------------------
 
@@ -336,6 +330,13 @@ class Strategy:
     def final_candidates(self, payload: Payload) -> dict[str, Payload]:
         """Return the candidates for the final model, by name. A site keeps the one that scores best on its validation split."""
         return {"": payload}
+
+
+def advance(strategy: Strategy, state: ServerState, **changes: Any) -> ServerState:
+    """Return the state of the next phase: of the same round, or the first of the next one. `changes`: its new fields."""
+    has_more = state.phase + 1 < strategy.traits.phases_of(state.round)
+    round, phase = (state.round, state.phase + 1) if has_more else (state.round + 1, 0)
+    return replace(state, round=round, phase=phase, **changes)
 
 
 def scaling_multiplier(strategy: Strategy, payload: Payload) -> float:

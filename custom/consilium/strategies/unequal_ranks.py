@@ -22,7 +22,7 @@ from consilium.core.lowrank import Change, Product, Spectrum, Update
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Seed, Share
 from consilium.core.seeding import seed_for
-from consilium.strategies.strategy import Role, RoundResults, ServerState, SiteResult, Strategy, Traits, next_phase, shares
+from consilium.strategies.strategy import Role, RoundResults, ServerState, SiteResult, Strategy, Traits, advance, shares
 
 # layers ----------------------------------------------------------------------------------------------------------------
 # Functions on the adapter tensors of one layer: trained factors, frozen tails, changes from uploads, averages of the rest.
@@ -362,9 +362,8 @@ class ExactServer(UnequalRanks):
         share, updates = self.site_weights(state, results), global_updates(state)
         for layer in updates:
             updates[layer] = self.merge_layer(updates[layer], changes(results, share, layer, self.merges_tails))
-        round, phase = next_phase(state, self.traits.phases_of(state.round))
         reported = state.reported | dict.fromkeys(results, state.round)
-        after = replace(state, round=round, phase=phase, shared=mean_non_lora_tensors(state, results, share), reported=reported)
+        after = advance(self, state, shared=mean_non_lora_tensors(state, results, share), reported=reported)
         return self._with_spectra(replace(after, sites=self.sites_after(state, results, updates)), updates)
 
     def _with_spectra(self, state: ServerState, updates: Mapping[str, Update]) -> ServerState:

@@ -182,7 +182,7 @@ def test_a_word_is_paid_once_wherever_its_process_is_killed(privacy: dict, clien
         return sum(row.digest == "word" for row in site.guard.ledger.entries())
 
     site = failing(client(privacy))
-    for where in ("core.storage.os.replace", "privacy.ledger.ledger.Ledger.spend"):  # before it has its name, and behind that
+    for where in ("core.storage.os.replace", "privacy.ledger.Ledger.spend"):  # before it has its name, and behind that
         task = admitted(site)
         with patch(f"consilium.{where}", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             answered(site, task)

@@ -123,13 +123,12 @@ successful training may have left tensors that do not fit the server's.
 class StoredRefusal(NamedTuple):
     """A stored refusal. `row`: the run's name in the ledger row that pays for it.
 
-    `terms`: that row without its digest, as it was when training failed. A former version paid before it stored a refusal: then
-    `row` is "" and `terms` is None.
+    `terms`: that row without its digest, as it was when training failed.
     """
 
     reason: Reason
     row: str
-    terms: Entry | None = None
+    terms: Entry
 
 
 def save_refusal(run: Path, place: tuple[int, int], refusal: StoredRefusal) -> None:
@@ -138,9 +137,8 @@ def save_refusal(run: Path, place: tuple[int, int], refusal: StoredRefusal) -> N
     `place`: round and phase. A refusal is stored before it is paid, and names its ledger row. If the process ends in between,
     the next replay pays, once. A refusal that was paid but not stored would be paid again at every replay.
     """
-    terms = asdict(refusal.terms) if refusal.terms else None
     with refuse_if_unwritable(_refusal_path(run, place)):
-        values = {"word": refusal.reason.value, "row": refusal.row, "terms": terms}
+        values = {"word": refusal.reason.value, "row": refusal.row, "terms": asdict(refusal.terms)}
         write_json(_refusal_path(run, place), values)
 
 
@@ -154,10 +152,9 @@ def load_refusal(run: Path, place: tuple[int, int]) -> StoredRefusal | None:
     )
     found = read_notes(file, remedy)
     try:
-        terms, row = found.get("terms"), found.get("row", "")
-        if not isinstance(row, str):
+        if not isinstance(found["row"], str):
             raise TypeError
-        return StoredRefusal(Reason(found["word"]), row, None if terms is None else Entry.of(terms))
+        return StoredRefusal(Reason(found["word"]), found["row"], Entry.of(found["terms"]))
     except (KeyError, ValueError, TypeError):
         raise unreadable_error(file, remedy) from None
 
@@ -228,23 +225,14 @@ class Charges:
         """
         self.ledger.spend(replace(row, digest=digest, count=0 if self.is_dpsgd else row.count), self.policy.budgets)
 
-    def has_void_row(self, row: Entry) -> bool:
-        """Tell whether the ledger has a void row with the same key, see `Entry.is_void`."""
-        return any(one.key == row.key and one.is_void for one in self.ledger.entries(self.dataset))
-
-    def check_terms(self, terms: Entry | None, row: Entry) -> None:
-        """Raise RefusedError if `row` does not cover `terms`, the terms on which a stored answer was made.
-
-        A former version stored no terms (None). Then the ledger must already have the row.
-        """
-        if self.ledger.is_released(row) if terms is None else row.pays_for(terms):
-            return
-        was = f"noise multiplier {terms.noise_multiplier:.6g}" if terms else "none noted"
-        raise RefusedError(
-            f"{row.name} was answered on other terms ({was}, now {row.noise_multiplier:.6g}); nothing was sent; give the new "
-            "job a run of its own",
-            Reason.LEDGER,
-        )
+    def check_terms(self, terms: Entry, row: Entry) -> None:
+        """Raise RefusedError if `row` does not cover `terms`, the terms on which a stored answer was made."""
+        if not row.pays_for(terms):
+            raise RefusedError(
+                f"{row.name} was answered on other terms (noise multiplier {terms.noise_multiplier:.6g}, now "
+                f"{row.noise_multiplier:.6g}); nothing was sent; give the new job a run of its own",
+                Reason.LEDGER,
+            )
 
     def has_released(self, run: str) -> bool:
         """Tell whether a release of this run was paid. Refusals and unpaid releases do not count."""
