@@ -17,9 +17,8 @@ from consilium.federation.job import Job
 from consilium.privacy.guard.release import geometries, server_sees_only_sums, upload_shapes
 from consilium.privacy.mechanism import Geometry, restore_update
 from consilium.privacy.secagg.arithmetic import Layout, layout, unflatten
-from consilium.privacy.secagg.messages import needed_cancellations
 from consilium.privacy.secagg.server import Attempt, Collector
-from consilium.privacy.secagg.terms import Message
+from consilium.privacy.secagg.terms import Message, needed_cancellations
 from consilium.server.aggregation import RoundAggregate
 from consilium.server.checks import refusals_text, remedy_text
 from consilium.server.coordinator import Coordinator

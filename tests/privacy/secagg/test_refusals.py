@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from consilium.config.privacy import SiteLevelDpConfig, SitePartnersConfig
 from consilium.core.errors import Reason, RefusedError
 from consilium.privacy.guard.masking import Masking
-from consilium.privacy.plan import site_plan
+from consilium.privacy.plan import plan_of_releases
 from consilium.privacy.secagg import sealing
 from consilium.privacy.secagg.certificates import Identity, certificate_for, pem_of
 from consilium.privacy.secagg.client import FILE, SiteRecord
@@ -133,7 +133,7 @@ def test_noise_that_sums_have_no_room_for_is_refused_before_training() -> None:
     """A clip of 1 and a share of deviation 1 come to 1 + 40 at most."""
     site = object.__new__(Masking)
     privacy = SiteLevelDpConfig(unit="site", noise_multiplier=1.0, clip=1.0)
-    site.site, site.plan = "a", site_plan(privacy, 1)
+    site.site, site.plan = "a", plan_of_releases(privacy, 1)
     site.check_noise_fits(41.0)
     with pytest.raises(RefusedError, match="under the 41 "):
         site.check_noise_fits(40.9)

@@ -19,28 +19,26 @@ from consilium.privacy.randomness import secret_bytes
 from consilium.privacy.secagg import arithmetic, sealing
 from consilium.privacy.secagg.arithmetic import Layout, Words
 from consilium.privacy.secagg.certificates import Identity, public_key, roster_entry, roster_keys
-from consilium.privacy.secagg.messages import (
+from consilium.privacy.secagg.sealing import canonical_json, hash_message, sign
+from consilium.privacy.secagg.sum_ledger import SEAL, SumLedger
+from consilium.privacy.secagg.terms import (
     TRAINED,
+    Message,
+    Place,
+    Terms,
     check_cancelled,
     check_confirmed,
     check_model_was_shared,
     check_prepared,
     check_survivors,
-    has_unproved_model,
-    read_cohort,
-    record_received_model,
-)
-from consilium.privacy.secagg.sealing import canonical_json, hash_message, sign
-from consilium.privacy.secagg.sum_ledger import SEAL, SumLedger
-from consilium.privacy.secagg.terms import (
-    Message,
-    Place,
-    Terms,
     describe_sent_model,
+    has_unproved_model,
     hash_sent_tensors,
     mask_context,
     prepare_context,
     read_attempt,
+    read_cohort,
+    record_received_model,
     refusal_error,
     terms_of,
 )

@@ -20,15 +20,16 @@ from consilium.core.storage import load_state, read_json, save_state, write_json
 from consilium.privacy.secagg import sealing
 from consilium.privacy.secagg.arithmetic import Layout, Words, vector_length
 from consilium.privacy.secagg.certificates import check_admissible, public_key
-from consilium.privacy.secagg.messages import Keys, needed_cancellations
 from consilium.privacy.secagg.sealing import canonical_json, is_signed_by
 from consilium.privacy.secagg.terms import (
+    Keys,
     Message,
     Place,
     describe_sent_model,
     hash_sent_tensors,
     is_text_field,
     mask_context,
+    needed_cancellations,
     prepare_context,
     terms_of,
 )
