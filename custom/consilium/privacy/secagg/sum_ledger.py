@@ -32,7 +32,6 @@ in site.yaml protects.
 """
 
 import getpass
-import hashlib
 import json
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
@@ -115,21 +114,18 @@ class SumLedger:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Return all lines of a ledger of sums with their seals, oldest first. Raises RefusedError for an altered file."""
-    found, before = list[dict[str, Any]](), ""
+    if not path.is_file():
+        return []
     try:
-        texts = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        record = audit_log.load_record(path)
     except (OSError, ValueError):
         raise _damaged_ledger(path, "cannot be read") from None
-    for number, text in enumerate(texts, start=1):
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            line = None
-        if not isinstance(line, dict) or line.get("previous") != before or not _is_line(line):
-            raise _damaged_ledger(path, f"was altered in line {number}")
-        before = hashlib.sha256(text.encode()).hexdigest()
-        found.append(line | {"seal": before})
-    return found
+    lines = record["messages"]
+    wrong = record["broken_line"] or next((number for number, line in enumerate(lines, start=1) if not _is_line(line)), None)
+    if wrong is not None:
+        raise _damaged_ledger(path, f"was altered in line {wrong}")
+    seals = [*(line["previous"] for line in lines[1:]), record["seal"]]
+    return [line | {"seal": seal} for line, seal in zip(lines, seals, strict=True)] if lines else []
 
 
 def _is_line(line: Mapping[str, Any]) -> bool:
