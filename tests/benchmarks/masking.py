@@ -78,7 +78,7 @@ class Round:
             attempt.take_masked(name, self._timed(name, lambda n=name: self._masked(attempt, n, parties, sent)))
         survivors = attempt.close_masked(parties)
         for name in survivors:
-            answer = self._timed(name, lambda n=name: self.parties[n].answer(attempt.confirm_question(survivors)))
+            answer = self._timed(name, lambda n=name: self.parties[n].answer(attempt.question("confirm", survivors=survivors)))
             attempt.take_confirmed(name, answer, survivors, masks)
         for name in survivors:
             answer = self._timed(name, lambda n=name: self.parties[n].answer(attempt.reveal_question()))

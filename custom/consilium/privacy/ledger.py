@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from consilium.core.errors import Reason, RefusedError
+from consilium.core.grouping import group_by_key
 from consilium.core.storage import make_private_folder, open_private
 from consilium.privacy.accounting import UNITS, Budgets, Entry, epsilon_for, weakest
 from consilium.privacy.audit_log import FILE, AuditLog, Line, lines
@@ -260,24 +261,20 @@ def summary(ledger: Ledger, deltas: tuple[float, ...] = (1e-5,)) -> list[dict[st
 
     A unit's epsilon is infinite if a job with a finer unit ran (see `cost`). `void`: the number of rows that promise nothing.
     """
-    groups: dict[str, list[Entry]] = {}
-    for entry in ledger.entries():
-        groups.setdefault(entry.dataset, []).append(entry)
-    return [_summary(dataset, rows, deltas) for dataset, rows in groups.items()]
-
-
-def _summary(dataset: str, rows: list[Entry], deltas: tuple[float, ...]) -> dict[str, Any]:
-    return {
-        "dataset": dataset,
-        "adjacency": weakest(row.adjacency for row in rows),
-        "trust": sorted({row.trust for row in rows}),
-        "releases": sum(row.count for row in rows),
-        "jobs": sorted({row.job for row in rows}),
-        "units": sorted({row.unit for row in rows}),
-        "private": all(row.private for row in rows),
-        "void": sum(row.is_void and row.count > 0 for row in rows),
-        "epsilon": {unit: {f"{d:g}": epsilon_for(unit, rows, d) for d in deltas} for unit in UNITS},
-    }
+    return [
+        {
+            "dataset": dataset,
+            "adjacency": weakest(row.adjacency for row in rows),
+            "trust": sorted({row.trust for row in rows}),
+            "releases": sum(row.count for row in rows),
+            "jobs": sorted({row.job for row in rows}),
+            "units": sorted({row.unit for row in rows}),
+            "private": all(row.private for row in rows),
+            "void": sum(row.is_void and row.count > 0 for row in rows),
+            "epsilon": {unit: {f"{d:g}": epsilon_for(unit, rows, d) for d in deltas} for unit in UNITS},
+        }
+        for dataset, rows in group_by_key((entry.dataset, entry) for entry in ledger.entries()).items()
+    ]
 
 
 # ledger recovery -------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from consilium.federation.job import Job
 from consilium.privacy.guard.release import geometries, server_sees_only_sums, upload_shapes
 from consilium.privacy.mechanism import Geometry, restore_update
 from consilium.privacy.secagg.arithmetic import Layout, layout, unflatten
-from consilium.privacy.secagg.server import Attempt, Collector
+from consilium.privacy.secagg.server import HELLO, Attempt, Collector
 from consilium.privacy.secagg.terms import Message, needed_cancellations
 from consilium.server.aggregation import RoundAggregate
 from consilium.server.checks import refusals_text, remedy_text
@@ -137,8 +137,7 @@ class MaskedRounds:
                 )
                 del c.sites[name]
             return
-        question = self.collector.hello_question()
-        ask(Kind.MASKS, dict.fromkeys(new, question), self.collector.admit, lambda: len(roster) >= c.quorum)
+        ask(Kind.MASKS, dict.fromkeys(new, HELLO), self.collector.admit, lambda: len(roster) >= c.quorum)
         for name in new:
             if name not in roster:
                 del c.sites[name]
@@ -160,14 +159,14 @@ class MaskedRounds:
 
     def _run_attempt(self, ask: Ask, attempt: Attempt, payloads: Mapping[str, Payload]) -> tuple[Sum, list[str]] | None:
         """Run an attempt until its sum can be opened. Return the sum and the survivors, None if too few sites remain."""
-        if attempt.answers.answers_to("cancel"):
+        if attempt.answers_to("cancel"):
             return None  # it is being cancelled
         present = [name for name in attempt.cohort if name in payloads and name not in self._away]
         least = attempt.terms.least
         first = {
             name: attempt.prepare_question(self.collector.proof_for(name)) for name in attempt.silent_sites("prepare", present)
         }
-        ask(Kind.MASKS, first, attempt.take_prepared, lambda: len(attempt.answers.answers_to("prepare")) >= least)
+        ask(Kind.MASKS, first, attempt.take_prepared, lambda: len(attempt.answers_to("prepare")) >= least)
         # Fix the parties of the sum. Raises ConsiliumError if too few have prepared.
         c = self.coordinator
         try:
@@ -194,13 +193,13 @@ class MaskedRounds:
         def take(name: str, answer: Any) -> None:
             attempt.take_confirmed(name, answer, survivors, summed.masks)
 
-        questions = {name: attempt.confirm_question(survivors) for name in silent}
+        questions = {name: attempt.question("confirm", survivors=survivors) for name in silent}
         ask(Kind.MASKS, questions, take, lambda: attempt.has_threshold("confirm"))
 
     def _reveal(self, ask: Ask, summed: Sum, there: list[str]) -> None:
         """Ask the sites that signed the sum for their shares."""
         attempt = summed.attempt
-        silent = attempt.silent_sites("reveal", [name for name in there if name in attempt.answers.answers_to("confirm")])
+        silent = attempt.silent_sites("reveal", [name for name in there if name in attempt.answers_to("confirm")])
 
         def take(name: str, answer: Any) -> None:
             attempt.take_revealed(name, answer, summed.parties, summed.masks)
@@ -227,13 +226,17 @@ class MaskedRounds:
         Sites are asked to cancel only if enough sites answered the last question, because a site that has cancelled can no
         longer help to open the sum.
         """
-        last = attempt.answers.answers_to("confirm") or [name for name in attempt.cohort if attempt.load_masked(name)]
-        present = {*last, *attempt.answers.answers_to("cancel")} & self.coordinator.sites.keys()
-        able = [name for name in sorted(present) if name not in attempt.answers.answers_to("reveal")]
+        last = attempt.answers_to("confirm") or [name for name in attempt.cohort if attempt.load_masked(name)]
+        present = {*last, *attempt.answers_to("cancel")} & self.coordinator.sites.keys()
+        able = [name for name in sorted(present) if name not in attempt.answers_to("reveal")]
         asked = attempt.silent_sites("cancel", able)
         if len(able) >= needed_cancellations(attempt.terms):
-            question = attempt.cancel_question()
-            ask(Kind.MASKS, dict.fromkeys(asked, question), attempt.take_cancelled, lambda: attempt.is_cancelled)
+            ask(
+                Kind.MASKS,
+                dict.fromkeys(asked, attempt.question("cancel")),
+                attempt.take_cancelled,
+                lambda: attempt.is_cancelled,
+            )
         if not attempt.is_cancelled:
             raise self._too_few_error(
                 "secure aggregation: too few sites are left to open this phase's sum, and too few to cancel it and ask anew",

@@ -38,6 +38,7 @@ from consilium.strategies.strategy import ServerState, SiteResult, advance, shar
 from consilium.strategies.unequal_ranks import (
     UnequalRanks,
     factors,
+    first_ranks,
     mean_non_lora_tensors,
     non_lora_tensors,
     pair,
@@ -70,12 +71,8 @@ class FedHeLLo(UnequalRanks):
 
     def initialize(self, initial: Tensors) -> ServerState:
         """Return the state before round 0: the common factors at `rank`."""
-        shared = dict(non_lora_tensors(initial))
-        for layer in shapes(initial):
-            b, a = factors(initial, layer)
-            shared |= pair(layer, (b[:, : self.rank].clone(), a[: self.rank].clone()))
         scores = {SCORES: torch.full((len(shapes(initial)),), UNKNOWN, dtype=torch.float64)}
-        return ServerState(0, 0, shared, {}, matrices=scores if self.layers == "fisher" else {})
+        return ServerState(0, 0, first_ranks(initial, self.rank), {}, matrices=scores if self.layers == "fisher" else {})
 
     def payload(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return all layers: those that the site trains as factors, the others as frozen ranks."""

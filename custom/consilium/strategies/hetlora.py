@@ -23,8 +23,8 @@ from consilium.strategies.strategy import LocalStep, ServerState, SiteResult, Tr
 from consilium.strategies.unequal_ranks import (
     UnequalRanks,
     factors,
+    first_ranks,
     mean_non_lora_tensors,
-    non_lora_tensors,
     pair,
     shapes,
 )
@@ -50,11 +50,7 @@ class HetLoRA(UnequalRanks):
 
     def payload(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return the first ranks of the global factors, up to the site's rank."""
-        tensors, rank = dict(non_lora_tensors(state.shared)), self.rank_of(state, site)
-        for layer in shapes(state.shared):
-            b, a = factors(state.shared, layer)
-            tensors |= pair(layer, (b[:, :rank], a[:rank]))
-        return Payload(state.round, state.phase, tensors)
+        return Payload(state.round, state.phase, first_ranks(state.shared, self.rank_of(state, site)))
 
     def rank_of(self, state: ServerState, site: SiteInfo) -> int:
         """Return the site's rank: from its capacity or tier at first, then as pruned in its last round."""

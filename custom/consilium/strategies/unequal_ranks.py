@@ -54,6 +54,15 @@ def pair(layer: str, product: Product) -> Tensors:
     return {f"{layer}.lora_A": product[1], f"{layer}.lora_B": product[0]}
 
 
+def first_ranks(tensors: Mapping[str, Tensor], rank: int) -> Tensors:
+    """Return the first `rank` ranks of every layer's trained factors, and the tensors outside LoRA."""
+    found = dict(non_lora_tensors(tensors))
+    for layer in shapes(tensors):
+        b, a = factors(tensors, layer)
+        found |= pair(layer, (b[:, :rank].clone(), a[:rank].clone()))
+    return found
+
+
 def prefix_and_tail(layer: str, product: Product, rank: int, gate: float) -> Tensors:
     """Return the first `rank` ranks of a product (B, A) as trained factors, and the others as the frozen tail with `gate`."""
     b, a = product

@@ -22,7 +22,7 @@ from consilium.data.datalist import NOTHING_LEFT
 from consilium.privacy.dpsgd import ClippedSum, DpSgd, PrivateSteps, log_failure
 from consilium.strategies.strategy import LocalStep, Penalty
 from consilium.tasks.base import Batch, GroupsRecords, Task
-from consilium.training.device import CPU, autocast, compile_blocks, cuda_devices, pin_batch
+from consilium.training.device import CPU, autocast, compile_blocks, cuda_devices
 
 # optimizer -------------------------------------------------------------------------------------------------------------
 # The optimizer of local training and its learning rate.
@@ -385,7 +385,8 @@ def _calls(task: Task, batch_size: int, seed: int, device: torch.device) -> Iter
 
 
 def _batch(task: Task, device: torch.device, indices: list[int], seed: int) -> Batch:
-    return pin_batch(task.batch(indices, seed), device)
+    batch = task.batch(indices, seed)  # pinned for a GPU, so that copying overlaps with computing
+    return {key: tensor.pin_memory() for key, tensor in batch.items()} if device.type == "cuda" else batch
 
 
 def _device(model: nn.Module) -> torch.device:
