@@ -11,44 +11,13 @@ from typing import Any, NamedTuple
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.core.errors import Reason, RefusedError
-from consilium.core.messages import Payload, Tensors
+from consilium.core.messages import Payload
 from consilium.core.norms import norms
 from consilium.core.storage import read_notes, refuse_if_unwritable, unreadable_error, write_json
 from consilium.privacy import audit_log
 from consilium.privacy.accounting import DISCRETE, Entry
 from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import Plan
-
-
-def tensor_descriptions(tensors: Tensors) -> dict[str, dict[str, Any]]:
-    """Return shape, type, bytes and Euclidean norm of each tensor."""
-    sizes = norms(tensors)
-    return {
-        name: {
-            "shape": list(tensor.shape),
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "bytes": tensor.numel() * tensor.element_size(),
-            "norm": sizes[name],
-        }
-        for name, tensor in tensors.items()
-    }
-
-
-def privacy_of(plan: Plan, seeded: bool = False) -> dict[str, Any]:
-    """Return the privacy settings and cost of one release under `plan`. `seeded`: its noise came from a known seed."""
-    private = plan.config
-    return {
-        "unit": private.unit,
-        "adjacency": private.adjacency,
-        "trust": private.trust,
-        "delta": private.delta,
-        **({"calibration": private.calibration} if private.calibration != "honest" else {}),
-        "mechanism": DISCRETE,
-        **({"seeded": True} if seeded else {}),
-        "clip": private.clip,
-        "noise_multiplier": plan.noise_multiplier,
-        "spend": asdict(plan.event),
-    }
 
 
 @dataclass
@@ -89,15 +58,36 @@ class AuditTrail:
             **more,
         }
         if payload is not None:
+            sizes = norms(payload.tensors)
             line |= {
                 "round": payload.round,
                 "phase": payload.phase,
-                "tensors": tensor_descriptions(payload.tensors),
+                "tensors": {
+                    name: {
+                        "shape": list(tensor.shape),
+                        "dtype": str(tensor.dtype).removeprefix("torch."),
+                        "bytes": tensor.numel() * tensor.element_size(),
+                        "norm": sizes[name],
+                    }
+                    for name, tensor in payload.tensors.items()
+                },
                 "scalars": payload.scalars,
                 "metrics": payload.metrics,
             }
         if spends and self.plan is not None:
-            line["privacy"] = privacy_of(self.plan, self.seeded)
+            private = self.plan.config
+            line["privacy"] = {
+                "unit": private.unit,
+                "adjacency": private.adjacency,
+                "trust": private.trust,
+                "delta": private.delta,
+                **({"calibration": private.calibration} if private.calibration != "honest" else {}),
+                "mechanism": DISCRETE,
+                **({"seeded": True} if self.seeded else {}),
+                "clip": private.clip,
+                "noise_multiplier": self.plan.noise_multiplier,
+                "spend": asdict(self.plan.event),
+            }
         path = self.folder / self.run / audit_log.FILE
         self._records.setdefault(path, audit_log.AuditLog(path)).add(line, again)
 

@@ -32,7 +32,6 @@ from consilium.privacy.secagg.terms import (
     check_prepared,
     check_survivors,
     describe_sent_model,
-    has_unproved_model,
     hash_sent_tensors,
     mask_context,
     prepare_context,
@@ -185,13 +184,15 @@ class Party:
 
     def _check_model_was_shared(self, values: dict[str, Any], place: Place, past: Any) -> None:
         """Raise RefusedError if there is no proof that the model sent to this site in the last phase went to others too."""
-        if not has_unproved_model(values, place):
+        last = values.get(TRAINED)
+        if last is None or last["proved"] or last["phase"] == [place.round, place.phase]:
             return
         cohort, before = values["attempt"]["cohort"], {"roster": values["roster"]}
         terms = terms_of(self.config, len(cohort))
         keys = self._public_keys(values, values["attempt"])
-        rounds = values[TRAINED]["rounds"]
-        check_model_was_shared(values, past, terms, keys, lambda one: self._prepare_context(one, before, cohort, terms, rounds))
+        check_model_was_shared(
+            values, past, terms, keys, lambda one: self._prepare_context(one, before, cohort, terms, last["rounds"])
+        )
 
     def _prepare_context(
         self, place: Place, question: Message, cohort: Iterable[str], terms: Terms, rounds: int | None = None

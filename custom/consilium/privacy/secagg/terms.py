@@ -279,12 +279,6 @@ def record_received_model(values: dict[str, Any], place: Place, order: Layout, s
         raise refusal_error("a new attempt sends another model than the last, from which this site's update is")
 
 
-def has_unproved_model(values: Mapping[str, Any], place: Place) -> bool:
-    """Tell whether this site was sent a model in another phase before, without proof that others were sent the same."""
-    last = values.get(TRAINED)
-    return last is not None and not last["proved"] and last["phase"] != [place.round, place.phase]
-
-
 def check_model_was_shared(
     values: dict[str, Any], past: Any, terms: Terms, keys: Keys, context: Callable[[Place], bytes]
 ) -> None:
