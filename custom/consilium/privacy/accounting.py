@@ -107,15 +107,11 @@ def _continuous_epsilon(spends: Sequence[GaussianEvent], delta: float, accountan
     everybody = _add_numerical_error(gaussian_epsilon(_joint_mu(spends), delta), planned)
     # Few rows for the same releases, because accountants are slow: one for all releases without sampling, one per kind of
     # sampled release. One with noise under SMALLEST_NOISE counts as not sampled: sampling hides nothing there.
-    counts: dict[tuple[float, float], int] = {}
-    whole = []
+    whole, sampled = list[GaussianEvent](), list[GaussianEvent]()
     for spend in spends:
-        if spend.sample_rate >= 1 or spend.noise_multiplier < SMALLEST_NOISE:
-            whole.append(spend)
-        else:
-            key = (spend.noise_multiplier, spend.sample_rate)
-            counts[key] = counts.get(key, 0) + spend.count
-    rows = [GaussianEvent(noise, rate, count) for (noise, rate), count in sorted(counts.items())]
+        (whole if spend.sample_rate >= 1 or spend.noise_multiplier < SMALLEST_NOISE else sampled).append(spend)
+    merged = merge([replace(spend, slack=0.0) for spend in sampled])
+    rows = sorted(merged, key=lambda row: (row.noise_multiplier, row.sample_rate))
     rows += [GaussianEvent(1 / _joint_mu(whole))] if whole else []
     if accountant == "exact" and all(row.sample_rate == 1 for row in rows):
         return everybody

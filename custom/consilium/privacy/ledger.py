@@ -20,7 +20,6 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, fields, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -187,15 +186,13 @@ def _read_rows(db: sqlite3.Connection, path: Path, whole: bool = True) -> list[S
     rows = db.execute(f"SELECT time, {', '.join(columns)}, seal FROM releases ORDER BY rowid")
     for number, (when, *values, seal) in enumerate(rows, start=1):
         row = dict(zip(columns, values, strict=True))
-        numbers = [row[name] for name in ("round", "phase", "noise_multiplier", "sample_rate", "count", "clip", "private")]
-        named = ("run", "job", "dataset", "unit", LATER)
-        texts = [value for name, value in row.items() if name in named and value is not None]
-        right = all(isinstance(value, int | float) for value in numbers) and all(isinstance(value, str) for value in texts)
-        if row["unit"] not in UNITS or not right:
+        try:
+            entry = Entry.of(row | {"private": {0: False, 1: True}[row["private"]]})
+            UNITS.index(entry.unit)
+        except (KeyError, TypeError, ValueError):
             raise RefusedError(
                 f"{path}: row {number} of the privacy ledger is none of this version; nothing was sent", Reason.LEDGER
-            )
-        entry = Entry(**row | {"private": bool(row["private"])})
+            ) from None
         before = _row_seal(before, when, entry)
         if whole and seal != before:
             raise RefusedError(
@@ -334,7 +331,7 @@ def accept(records: Path, ledger: Ledger, reason: str, received_seals: Collectio
     `received_seals`: seals that the server has received and that no record here names; their loss is accepted too. The former
     files are kept under other names. A file that is not a ledger is replaced by an empty ledger.
     """
-    stamp = _unused_stamp(records, ledger)
+    stamp = f"{time.strftime('%Y%m%d-%H%M%SZ', time.gmtime())}-{time.time_ns() % 10**9:09}"  # a suffix for former files
     copy, aside = ledger.path.with_name(f"{ledger.path.name}.{stamp}"), []
     for path in sorted(records.rglob(FILE)):  # damaged records are kept under other names, but no longer read
         try:
@@ -365,20 +362,6 @@ def accept(records: Path, ledger: Ledger, reason: str, received_seals: Collectio
     }
     AuditLog(records / FILE).add(said, again=True)
     return said
-
-
-def _unused_stamp(records: Path, ledger: Ledger) -> str:
-    """Return the time in UTC as a suffix for file names, with a number if files of another acceptance have the same time."""
-    now = time.strftime("%Y%m%d-%H%M%SZ", time.gmtime())
-    files = (
-        *records.rglob(f"{FILE}.*"),
-        *records.glob(f"{sum_ledger.FILE}.*"),
-        *ledger.path.parent.glob(f"{ledger.path.name}.*"),
-    )
-    taken = {path.name for path in files}
-    names = (now if number == 1 else f"{now}-{number}" for number in count(1))
-    kinds = FILE, sum_ledger.FILE, ledger.path.name
-    return next(name for name in names if not taken & {f"{kind}.{name}" for kind in kinds})
 
 
 def _lost_seals(records: Path, ledger: Ledger, read: Mapping[Path, list[Line]] = {}) -> Iterator[tuple[Path, str]]:
