@@ -19,7 +19,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from heapq import heapify, heappop, heapreplace
+from heapq import heapify, heappop, heappush
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -222,18 +222,14 @@ def fill_ranks(energies: Energies, costs: Sequence[int], budget: int, literal: b
     heap = [(-row[0] / cost, layer) for layer, (row, cost) in enumerate(zip(energies, costs, strict=True)) if row]
     heapify(heap)
     while heap:
-        layer = heap[0][1]
-        if costs[layer] > budget:
-            if literal:
-                break
-            heappop(heap)  # budgets only shrink: it will never fit again
-            continue
-        budget -= costs[layer]
-        ranks[layer] += 1
-        if ranks[layer] < len(energies[layer]):
-            heapreplace(heap, (-energies[layer][ranks[layer]] / costs[layer], layer))
-        else:
-            heappop(heap)
+        layer = heappop(heap)[1]
+        if costs[layer] <= budget:
+            budget -= costs[layer]
+            ranks[layer] += 1
+            if ranks[layer] < len(energies[layer]):
+                heappush(heap, (-energies[layer][ranks[layer]] / costs[layer], layer))
+        elif literal:
+            break
     return ranks
 
 
