@@ -12,9 +12,9 @@ import torch
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from consilium.config.job import JobConfig
-from consilium.core.errors import Reason, RefusedError
+from consilium.core.errors import Reason
 from consilium.core.messages import Payload, Tensors
-from consilium.core.storage import digest, lock_folder, read_json, write_json
+from consilium.core.storage import digest, lock_folder, read_notes, unreadable_error, write_json
 from consilium.privacy.randomness import secret_bytes
 from consilium.privacy.secagg import arithmetic, sealing
 from consilium.privacy.secagg.arithmetic import Layout, Words
@@ -61,26 +61,13 @@ class SiteRecord:
     def opened(self) -> Iterator[dict[str, Any]]:
         """Read the values and lock the record for the block. Raises RefusedError for a damaged record or an ended run."""
         with lock_folder(self.folder):
-            self.values = self._read()
+            path, remedy = self.folder / FILE, "without this record of secure aggregation the site cannot go on with the run"
+            self.values = read_notes(path, remedy)
+            if path.exists() and not self.values:
+                raise unreadable_error(path, remedy)
             if self.values.get("ended"):
                 raise refusal_error("this run has ended and its keys are gone; start a new run")
             yield self.values
-
-    def _read(self) -> dict[str, Any]:
-        path = self.folder / FILE
-        if not path.exists():
-            return {}
-        try:
-            found = read_json(path)
-            if isinstance(found, dict) and found:
-                return found
-            raise ValueError("no record")
-        except (OSError, ValueError):
-            raise RefusedError(
-                f"{path}: the record of secure aggregation cannot be read; this site cannot go on with this run; "
-                "nothing was sent",
-                Reason.LEDGER,
-            ) from None
 
     def save(self) -> None:
         """Write the values to disk. Call it before any of them leave the site."""
