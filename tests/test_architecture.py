@@ -85,8 +85,8 @@ def name_of(path: Path) -> str:
 
 KNOWN = {name_of(path): path for path in FILES}
 LATE = {
-    "use.inputs": "needs the extra dicom",
-    "use.outputs": "needs the extra dicom",
+    "use.predict": "needs the extra dicom",
+    "use.predictor": "needs the extra dicom",
 }
 """Modules with an import of ours that is not at the top, and why."""
 MOST_TYPE_CHECKING = 12

@@ -48,14 +48,18 @@ LIGHT = [
     (["study", "list"], "study_list"),
     (["compare", "none"], "compare"),
     (["privacy", "plan", "--epsilon=8", "--rounds=2", "--accountant=exact"], "privacy_plan"),
-    (["privacy", "ledger", "none"], "privacy_ledger"),
-    (["audit", "none"], "audit"),
-    (["evidence", "none", "--kit=none"], "site_evidence"),
+    (["privacy", "ledger", "none"], "site_records"),
+    (["audit", "none"], "site_records"),
+    (["evidence", "none", "--kit=none"], "site_records"),
     (["sites", "--kit", "none"], "sites"),
     (["status", "--kit", "none"], "jobs"),
     (["metrics", "none"], "kits"),
 ]
-DRAWS = [(["report", "none"], "compare"), (["data", "check", "none"], "data_lists"), (["data", "stats", "none"], "data_lists")]
+DRAWS = [
+    (["report", "none"], "compare"),
+    (["data", "check", "none"], "data_commands"),
+    (["data", "stats", "none"], "data_commands"),
+]
 SERVER = """
 import consilium.flare.job.aggregator, consilium.flare.job.controller, consilium.flare.job.filters
 from pathlib import Path

@@ -14,8 +14,8 @@ from consilium.adapters.kinds import LORA
 from consilium.config.job import JobConfig
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.federation.job import assemble_job
+from consilium.federation.job_checks import name_base_changes
 from consilium.federation.saved_model import convert_changes_to_parameters
-from consilium.federation.trainable_checks import name_base_changes
 from consilium.models.clip import CLIP
 from consilium.models.clip.network import build_clip
 from consilium.models.registry import TargetSet

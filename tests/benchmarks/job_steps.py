@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from consilium.adapters import adapter_state
-from consilium.client.evaluator import check_compiler_enable_cache
+from consilium.client.evaluator import enable_embedding_cache
 from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig, read_site_folder
@@ -183,7 +183,7 @@ def _ways(job: Job, site: SiteConfig, task: Task, plain: Task, steps: int) -> li
     config, (model, params) = job.config, _loaded(job, site)
     batches = _batches(task, config, steps)
     ready: Any = PreloadedTask(task, batches, task.num_samples)
-    check_compiler_enable_cache(config, model, task)
+    enable_embedding_cache(config, model, task)
     ways = [
         Way("job", lambda count: _ours(model, task, params, config, count), model),
         Way("ready", lambda count: _ours(model, ready, params, config, count), model),

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from consilium.cli.privacy_ledger import privacy_claim_text
+from consilium.cli.print_results import privacy_claim_text
 from consilium.config.site import load_site
 from tests.conftest import JOBS, run, small_cells, small_config
 

@@ -29,8 +29,8 @@ import pytest
 import yaml
 
 from consilium.cli import kit_pages
-from consilium.cli.find_site_records import find_site_records
 from consilium.cli.serve import COOKIE, HEADERS, HOST, MOST_CONNECTIONS, KitSite
+from consilium.cli.site_records import find_site_records
 from consilium.client import approval
 from consilium.config.job import load_job
 from consilium.config.site import SiteConfig

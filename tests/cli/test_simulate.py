@@ -188,15 +188,15 @@ def keep(folder: Path, sites: Any) -> None:
 @pytest.mark.parametrize(
     ("was", "options", "message"),
     [
-        (["/d/a"], [], "--data: not given, and the run in w has /d/a for a; give its --data again"),
-        ([], [], "--data: not given, and the run in w has no data list for a; give its --data again"),
+        (["/d/a"], [], "--sites: site-1, site-2, site-3: the run in w has a; give its --sites and --data again"),
+        (["/d/a"], ["--sites", "a"], "--data: generated data for a: the run in w has /d/a; give --data as for that run"),
         (
             ["/d/a"],
             ["--data", "d", "--sites", "a"],
-            "--data: {d}/a/datalist.json for a: the run in w has /d/a; give its --data again",
+            "--data: {d}/a/datalist.json for a: the run in w has /d/a; give --data as for that run",
         ),
         (["{d}/a/datalist.json"], ["--data", "d", "--sites", "b"], "--sites: b: the run in w has a; give its --sites and"),
-        (None, ["--data", "d", "--sites", "a"], "--data: the run in w generated its data; leave --data out"),
+        (None, ["--data", "d", "--sites", "a"], "--data: {d}/a/datalist.json for a: the run in w has generated data; give"),
         (None, ["--sites", "2"], "--sites: site-1, site-2: the run in w has a; give its --sites and --data again"),
         (7, [], "--resume: w/simulation.json: cannot be read; start the run anew in another --workspace"),
     ],

@@ -8,8 +8,7 @@ import pytest
 import yaml
 
 from consilium.cli.options import load
-from consilium.config.inline_model_config import read_job_bytes
-from consilium.config.job import load_job
+from consilium.config.job import load_job, read_job_bytes
 from consilium.core.errors import ConfigError
 from consilium.federation.job import assemble_job
 from tests.conftest import run

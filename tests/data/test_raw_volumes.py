@@ -12,7 +12,7 @@ import pytest
 from consilium.core.errors import DataError
 from consilium.data import volumes
 from consilium.data.check import check_datalist
-from consilium.use.outputs import mask_name, write_nifti
+from consilium.use.predict import mask_files, write_nifti
 
 VALUES = np.arange(24, dtype=np.int16).reshape(2, 3, 4, order="F")
 META = """ObjectType = Image
@@ -149,7 +149,7 @@ def test_a_list_of_both_formats_is_checked_and_its_masks_are_written_as_nifti(tm
     found = check_datalist(tmp_path / "l.json", {"lesion": [1]})
     assert not found.problems
     assert found.images_of_class["lesion"]["training"] == 1
-    assert mask_name("i.mha") == "i.mha.nii.gz"
+    assert mask_files("i.mha")[0] == "i.mha.nii.gz"
     write_nifti(tmp_path / "o.nii.gz", VALUES, tmp_path / "i.mha")
     written = nibabel.load(tmp_path / "o.nii.gz")
     assert np.array_equal(np.asarray(written.dataobj), VALUES)

@@ -1,6 +1,7 @@
 """`data split`: nothing that belongs together is cut, labels are spread, and nothing is written that the list did not say."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +44,28 @@ def test_shares_and_classes_are_met_and_nothing_is_lost(tmp_path: Path) -> None:
     assert "no entry names its" in found["notes"][0]
 
 
-def test_a_patient_is_never_cut(tmp_path: Path) -> None:
-    found = split_list(pictures(tmp_path, 60, patients=12), tmp_path / "out")
+@pytest.mark.parametrize("folds", [0, 5])
+def test_a_patient_is_never_cut(folds: int, tmp_path: Path) -> None:
+    found = split_list(pictures(tmp_path, 60, patients=12), tmp_path / "out", folds=folds)
     assert found["groups"] == 12
-    written = read(tmp_path / "out/datalist.json")
-    places: dict[str, set[str]] = {}
-    for split in ("training", "validation", "test"):
-        for entry in written[split]:
-            places.setdefault(entry["patient"], set()).add(split)
-    assert len(places) == 12
-    assert {len(where) for where in places.values()} == {1}
+    lists = list((tmp_path / "out").rglob("datalist.json"))
+    assert len(lists) == (folds or 1)
+    for path in lists:
+        written = read(path)
+        places: dict[str, set[str]] = {}
+        for split in ("training", "validation", "test"):
+            for entry in written[split]:
+                places.setdefault(entry["patient"], set()).add(split)
+        assert len(places) == 12
+        assert {len(where) for where in places.values()} == {1}
+
+
+def test_every_sample_is_in_the_test_of_one_fold(tmp_path: Path) -> None:
+    found = split_list(pictures(tmp_path, 50), tmp_path / "out", validation=0.9, folds=5)
+    tests = Counter(e["image"] for i in range(1, 6) for e in read(tmp_path / f"out/fold-{i}/datalist.json")["test"])
+    assert len(tests) == 50
+    assert set(tests.values()) == {1}
+    assert [found["splits"][f"fold-{i} test"]["samples"] for i in range(1, 6)] == [10] * 5
 
 
 def test_slices_of_a_volume_and_those_of_one_mask_stay_together(tmp_path: Path) -> None:
@@ -103,11 +116,13 @@ def test_the_own_test_split_can_stay(tmp_path: Path) -> None:
 
 def test_what_cannot_be_cut_is_refused(tmp_path: Path) -> None:
     source = pictures(tmp_path, 6, patients=2)
+    with pytest.raises(DataError, match="2 patients or volumes are too few for 3 folds"):
+        split_list(source, tmp_path / "out", folds=3)
     with pytest.raises(DataError, match="leave nothing to train on"):
         split_list(source, tmp_path / "out", 0.5, 0.5)
     found = split_list(source, tmp_path / "out", 0.1, 0.4)
     assert [note for note in found["notes"] if "validation: no sample" in note]
-    with pytest.raises(DataError, match="holds a cut already"):
+    with pytest.raises(DataError, match="holds a split already"):
         split_list(source, tmp_path / "out")
 
 

@@ -11,7 +11,7 @@ import peft
 import pytest
 import yaml
 
-from consilium.cli.audit import markdown
+from consilium.cli.site_records import markdown
 from consilium.config.job import JobConfig
 from consilium.federation.run_folders import STATE
 from consilium.flare.job.recipe import export

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from consilium.cli.audit import markdown
+from consilium.cli.site_records import markdown
 from consilium.config.job import JobConfig
 from consilium.config.site import load_site
 from consilium.core.errors import Reason

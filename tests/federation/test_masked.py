@@ -31,7 +31,7 @@ from consilium.runtime.engine import LocalTransport, simulate
 from consilium.runtime.run_loop import RunLoop
 from consilium.runtime.worker_pool import SimulatedSite
 from consilium.server.coordinator import Coordinator
-from consilium.server.masked_round import MaskedRounds, aggregate_for
+from consilium.server.masked_round import MaskedRounds
 from consilium.strategies.registry import STRATEGIES
 from tests.conftest import assembled, small_config, training_only
 
@@ -133,7 +133,7 @@ class Federation:
         return Lossy(site, guard, frozenset(self.lost.get(name, ())))
 
     def server(self, resume: bool = False) -> tuple[Coordinator, MaskedRounds | None]:
-        made = Coordinator(self.job, self.folder, self.events.append, resume, aggregate_for(self.job))
+        made = Coordinator(self.job, self.folder, self.events.append, resume)
         LocalTransport(made, self.members).register(first=True)
         secure = self.job.config.secure_aggregation
         return made, MaskedRounds(made, read_root(self.identities / "rootCA.pem"), "server") if secure else None

@@ -22,7 +22,6 @@ from consilium.estimates import memory
 from consilium.estimates.memory import StepMemory, memory_of, remedies, replace_by_quantized_stand_ins
 from consilium.federation.job import assemble_job, build_model, kinds_of
 from consilium.models.low_precision import frozen_linear
-from consilium.report.private_logging import OF_DATA
 from consilium.training.device import autocast, has_native_bf16
 from tests.conftest import JOBS, run, small_cells, small_config, small_text
 
@@ -273,28 +272,3 @@ def test_the_doctor_counts_the_step_of_the_sites_own_device(
     monkeypatch.setattr(machine_check, "memory_of", lambda config, *spread: seen.append(spread) or StepMemory(0, 0, 0))
     machine_check.examine_memory(job, SiteConfig(device="cpu"))
     assert seen == [(1, False, False)]
-
-
-def test_a_run_says_what_a_gpu_has_measured_beside_the_prediction(counted: None, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"):
-        machine_check.log_peak_memory(_job("clip", 1), "site-1", 80.0)
-    assert "(+25 %)" in caplog.text
-
-
-def test_a_private_step_s_peak_is_said_only_where_lines_of_the_data_go(counted: None, caplog: pytest.LogCaptureFixture) -> None:
-    raw = _job("clip", 1).model_dump() | {"privacy": {"unit": "record", "epsilon": 8.0, "clip": 1.0}}
-    with caplog.at_level("INFO"):
-        machine_check.log_peak_memory(JobConfig.model_validate(raw), "site-1", 80.0)
-    assert [(record.name.startswith(OF_DATA), "(+25 %)" in record.message) for record in caplog.records] == [(True, True)]
-
-
-def test_no_prediction_costs_a_site_its_round(
-    counted: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*given: object) -> None:
-        raise NotImplementedError("first line\nsecond line")
-
-    monkeypatch.setattr(machine_check, "memory_of", fail)
-    with caplog.at_level("INFO"):
-        machine_check.log_peak_memory(_job("clip", 1), "site-1", 2.0**30)
-    assert caplog.messages == ["site-1: training took 1.00 GiB at its peak; no prediction: first line"]

@@ -23,11 +23,10 @@ from consilium.client.client import Client
 from consilium.client.ddp import JointTask, Ranks, build_ranks, training_only
 from consilium.client.ddp_worker import (
     BlockRequest,
-    Failed,
-    RankWorker,
     Share,
     join_process_group,
     loss_and_gradients,
+    process_messages,
     rendezvous_store,
     select_tensors,
 )
@@ -245,7 +244,7 @@ def test_two_ranks_compute_the_loss_and_gradient_of_one(job: Job, tmp_path: Path
     def work() -> None:
         groups[1] = join_process_group(rendezvous_store(tmp_path, 2), 1, 2, SOON)
         with suppress(EOFError):
-            RankWorker(other.model, other.task, job.config, groups[1], []).process_messages(theirs)
+            process_messages(theirs, other.model, other.task, job.config, groups[1], [])
 
     rank = Thread(target=work, daemon=True)
     rank.start()
@@ -278,7 +277,9 @@ def waits(pipe: Any) -> None:
 
 
 def reports(pipe: Any) -> None:
-    send_by_value(pipe, Failed("no room", "MemoryError", "Traceback"))
+    error = ConsiliumError("no room", told="MemoryError")
+    error.add_note("Traceback")
+    send_by_value(pipe, error)
     waits(pipe)
 
 

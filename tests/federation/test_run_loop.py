@@ -14,8 +14,6 @@ from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import Hello, Kind, Payload
 from consilium.federation.job import Job
 from consilium.flare.job import wire
-from consilium.flare.job.site_registration import Registration
-from consilium.flare.job.task_sender import TaskSender
 from consilium.flare.job.transport import Aborted, FlareTransport
 from consilium.runtime.engine import LocalTransport
 from consilium.runtime.run_loop import RunLoop
@@ -103,8 +101,8 @@ def test_nothing_of_a_phase_counts_once_flare_ends_the_job(last: bool, tmp_path:
         return trained(1.0)(message)
 
     federation, fl_ctx = Federation(tmp_path, dict.fromkeys(names, ends)), context(names)
-    tasks = TaskSender(federation, federation.coordinator, signal, fl_ctx, set, 0.01)
-    sequence = RunLoop(federation.coordinator, FlareTransport(tasks, Registration(tasks)))
+    transport = FlareTransport(federation, federation.coordinator, signal, fl_ctx, set, 0.01)
+    sequence = RunLoop(federation.coordinator, transport)
     with pytest.raises(Aborted):
         sequence.run()
     assert (federation.coordinator.state.round, (tmp_path / "results.json").exists()) == (0, False)

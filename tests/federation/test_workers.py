@@ -121,6 +121,6 @@ def test_sites_are_dealt_out_over_workers_and_gpus_in_turn(monkeypatch: pytest.M
     monkeypatch.setattr(worker_pool, "send_by_value", lambda pipe, setup: setups.append(setup))
     monkeypatch.setattr(ChildProcess, "__init__", lambda self, work, threads: setattr(self, "pipe", None))
     wanted = {name: SiteConfig(device="cpu" if name == "e" else "auto") for name in "abcde"}
-    worker_pool.WorkerPool(assemble_job(small_config()), wanted, tmp_path, 3, lambda event: None)
+    worker_pool.WorkerPool(assemble_job(small_config()), wanted, tmp_path, 3, lambda event: None, None)
     dealt = [{name: site.device for name, site in setup.sites.items()} for setup in setups]
     assert dealt == [{"a": "cuda:0", "d": "cuda:0"}, {"b": "cuda:1", "e": "cpu"}, {"c": "cuda:0"}]

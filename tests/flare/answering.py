@@ -15,8 +15,6 @@ from consilium.core.messages import Hello, Payload
 from consilium.federation.job import assemble_job
 from consilium.flare.job import wire
 from consilium.flare.job.controller import RoundController
-from consilium.flare.job.site_registration import Registration
-from consilium.flare.job.task_sender import TaskSender
 from consilium.flare.job.transport import FlareTransport
 from consilium.runtime.run_loop import RunLoop
 from consilium.server.coordinator import Coordinator
@@ -49,16 +47,15 @@ class Federation(RoundController):
             task.result_received_cb(client_task=client_task, fl_ctx=fl_ctx)
             task.completion_status = TaskCompletionStatus.OK
 
-    def tasks(self, fl_ctx: FLContext) -> TaskSender:
-        return TaskSender(self, self.coordinator, Signal(), fl_ctx, set, 0.01)
+    def transport_of(self, fl_ctx: FLContext, signal: Signal | None = None) -> FlareTransport:
+        return FlareTransport(self, self.coordinator, signal or Signal(), fl_ctx, set, 0.01)
 
     def register(self, fl_ctx: FLContext) -> None:
         """Send the sites a hello."""
-        Registration(self.tasks(fl_ctx)).send_hellos()
+        self.transport_of(fl_ctx).send_hellos()
 
     def sequence(self, fl_ctx: FLContext) -> RunLoop:
-        tasks = self.tasks(fl_ctx)
-        return RunLoop(self.coordinator, FlareTransport(tasks, Registration(tasks)))
+        return RunLoop(self.coordinator, self.transport_of(fl_ctx))
 
     def play_round(self, fl_ctx: FLContext) -> None:
         """Do the next round."""

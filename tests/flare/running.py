@@ -108,14 +108,13 @@ def in_simulator(
     edit: Edit = untouched,
     sites: list[str] | None = None,
     data: Path | None = None,
-    threads: int | None = None,
 ) -> Path:
     """Run a job in FLARE's simulator: a process for the server and one for each site."""
     with exported(config, workspace, edit, data, sites or SITES) as job:
         resources = workspace / "flare/workspace/local/resources.json"
         resources.parent.mkdir(parents=True)
         resources.write_text(json.dumps({"format_version": 2, "class_allow_list": ["nvflare.", "tests."]}))
-        with Simulator(sites or SITES, threads) as simulator:
+        with Simulator(sites or SITES) as simulator:
             simulator.run(job, workspace, lambda event: None, Given(data))
     return workspace
 

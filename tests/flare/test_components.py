@@ -22,16 +22,17 @@ from consilium.core.messages import Hello, Payload, SiteInfo
 from consilium.federation.job import Job, assemble_job
 from consilium.flare.job import job_context, wire
 from consilium.flare.job.aggregator import StrategyAggregator
-from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter, ResultCheckFilter
+from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter
 from consilium.flare.job.recipe import export
 from consilium.flare.kit.class_allow_list import allow_classes
 from consilium.privacy.guard.guard import Guard
+from consilium.server.checks import check_update
 from consilium.strategies.strategy import Role
 from tests.conftest import JOBS, small_config
 from tests.flare import process_state
 
 NAMES = {
-    "server": ["controller.RoundController", "aggregator.StrategyAggregator", "filters.ResultCheckFilter"],
+    "server": ["controller.RoundController", "aggregator.StrategyAggregator"],
     "site": ["executor.SiteExecutor", "filters.GuardTaskFilter", "filters.GuardResultFilter"],
 }
 """All that a job may name, by role, as the issue of the finding asks."""
@@ -94,7 +95,7 @@ def test_malformed_messages_are_refused() -> None:
 def test_valid_update_passes_all_filters(job: Job, guard: Guard) -> None:
     message = passed(GuardResultFilter, job, answered(job, update(job)))
     assert passed(GuardResultFilter, job, message) is message  # the job's own pair after the site's
-    heard, run = wire.decode(passed(ResultCheckFilter, job, message))
+    heard, run = wire.decode(message)
     assert run == ""
     assert all(torch.equal(heard.tensors[n], t) for n, t in update(job).tensors.items())
     assert heard.metrics == {"train/loss": 0.5}
@@ -109,7 +110,6 @@ def test_second_filter_pair_passes_the_same_task(job: Job, guard: Guard) -> None
 def test_nothing_leaves_without_the_guard(job: Job, guard: Guard) -> None:
     held = answered(job, update(job))
     assert dict(held).keys() <= {wire.HELD, "__headers__"}
-    assert wire.reason_of(passed(ResultCheckFilter, job, held))
     wire.pop(held)
     with pytest.raises(RefusedError, match="the guard has seen"):
         wire.pop(held)
@@ -161,23 +161,21 @@ def bad_results(job: Job) -> dict[str, Payload]:
 @pytest.mark.parametrize("name", ["local", "scalar", "nan"])
 def test_bad_result_passes_neither_side(name: str, job: Job, guard: Guard) -> None:
     bad = bad_results(job)[name]
-    for answer in (
-        passed(GuardResultFilter, job, answered(job, bad)),
-        passed(ResultCheckFilter, job, wire.encode(bad, "r", update=True)),
-    ):
-        assert wire.reason_of(answer) is Reason.RESULT
-        assert not set(answer) - {"__headers__"}
+    answer = passed(GuardResultFilter, job, answered(job, bad))
+    assert wire.reason_of(answer) is Reason.RESULT
+    assert not set(answer) - {"__headers__"}
+    with pytest.raises(RefusedError):
+        check_update(job, None, wire.decode(wire.encode(bad, "r", update=True))[0], broadcast(job))
 
 
-@pytest.mark.parametrize("kind", [GuardResultFilter, ResultCheckFilter])
-def test_other_objects_pass_neither_side(kind: type, job: Job, guard: Guard) -> None:
+def test_other_objects_do_not_leave(job: Job, guard: Guard) -> None:
     for message in (
         Shareable({"patients": [1, 2]}),
         DXO(DataKind.APP_DEFINED, object()).to_shareable(),
         Shareable({wire.HELD: "guess"}),
         Shareable({wire.HELD: ["guess"]}),
     ):
-        answer = passed(kind, job, message)
+        answer = passed(GuardResultFilter, job, message)
         assert wire.reason_of(answer)
         assert not set(answer) - {"__headers__"}
 
@@ -193,14 +191,11 @@ def test_failing_check_sends_nothing(job: Job, guard: Guard) -> None:
 def test_refusal_keeps_reason_and_return_code_only(said: object, job: Job, guard: Guard) -> None:
     reply = make_reply(ReturnCode.TASK_ABORTED, {wire.REASON: said, "name": "John Doe"})
     reply["DXO"] = "secret"
-    for answer in (
-        passed(GuardResultFilter, job, reply),
-        passed(ResultCheckFilter, job, passed(GuardResultFilter, job, reply)),
-    ):
-        assert wire.reason_of(answer) is Reason.ERROR
-        assert answer["__headers__"].keys() <= {wire.REASON, "__rc__", "__cookie_jar__"}
-        assert set(answer) <= {"__headers__"}
-        assert answer.get_return_code() == wire.REFUSED
+    answer = passed(GuardResultFilter, job, reply)
+    assert wire.reason_of(answer) is Reason.ERROR
+    assert answer["__headers__"].keys() <= {wire.REASON, "__rc__", "__cookie_jar__"}
+    assert set(answer) <= {"__headers__"}
+    assert answer.get_return_code() == wire.REFUSED
 
 
 def test_aggregator_serves_scatter_and_gather(job: Job) -> None:

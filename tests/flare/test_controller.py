@@ -23,9 +23,7 @@ from consilium import __version__
 from consilium.cli.jobs import progress_line
 from consilium.core.errors import ConsiliumError, Reason
 from consilium.core.messages import Hello, Payload
-from consilium.flare.job import task_sender, wire
-from consilium.flare.job.site_registration import Registration
-from consilium.flare.job.transport import FlareTransport
+from consilium.flare.job import transport, wire
 from consilium.runtime.run_loop import RunLoop
 from tests.flare.answering import Federation, context, trained
 
@@ -68,15 +66,16 @@ def test_dead_site_is_skipped_until_it_returns(tmp_path: Path) -> None:
 
 
 def test_time_left_is_known_though_no_site_replies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("consilium.flare.job.task_sender.SILENT", 0.05)
+    monkeypatch.setattr("consilium.flare.job.transport.SILENT", 0.05)
     federation = Federation(tmp_path, dict.fromkeys(("a", "b"), lambda message: None))
-    tasks, found = federation.tasks(context(["a", "b"])), []
+    signal, found = Signal(), []
+    tasks = federation.transport_of(context(["a", "b"]), signal)
     sent = tasks.send(wire.HELLO, {"a": Shareable(), "b": Shareable()}, lambda name, result: None)
 
     def look() -> bool:
         found.append(dict(tasks.waiting))
         if tasks.waiting:
-            tasks.abort_signal.trigger("seen")
+            signal.trigger("seen")
         return False
 
     tasks.wait_for(sent, look)
@@ -96,8 +95,8 @@ def test_status_names_no_site_that_has_answered(tmp_path: Path, monkeypatch: pyt
     fl_ctx, lines = context(["a", "b", "c"]), list[str]()
     federation.register(fl_ctx)
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(federation.coordinator.job.config.model_dump()))
-    federation.registration = Registration(tasks := federation.tasks(fl_ctx))
-    loop = RunLoop(federation.coordinator, FlareTransport(tasks, federation.registration))
+    federation.transport = federation.transport_of(fl_ctx)
+    loop = RunLoop(federation.coordinator, federation.transport)
 
     def look(seconds: float) -> None:
         """Ask for the status while `wait_for` sleeps, then end the tasks as FLARE's monitor does."""
@@ -119,7 +118,7 @@ def test_status_names_no_site_that_has_answered(tmp_path: Path, monkeypatch: pyt
 
     federation.unended = list[Task]()
     monkeypatch.setattr(federation, "send", send)
-    monkeypatch.setattr(task_sender, "time", SimpleNamespace(monotonic=time.monotonic, sleep=look))
+    monkeypatch.setattr(transport, "time", SimpleNamespace(monotonic=time.monotonic, sleep=look))
     federation.answers["c"] = lambda message: None
     loop.run_phase()
     assert {re.sub(r", at most \d+ s$", "", line) for line in lines} == {"round 1/2: 2 of 3 sites have answered; waits for c"}

@@ -26,7 +26,7 @@ from consilium.server.checks import check_shared_model
 from consilium.server.coordinator import Coordinator
 from consilium.server.cross_site import CrossSites
 from consilium.server.run_start import Saved
-from consilium.use.evaluate import cross_sites
+from consilium.use.model import cross_sites
 from tests.conftest import small_config
 from tests.flare.running import Runner, edited, listen, state_of
 

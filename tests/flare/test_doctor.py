@@ -20,7 +20,7 @@ from unittest.mock import Mock
 import pytest
 import yaml
 
-from consilium.cli import doctor as cli_doctor
+from consilium.cli import site_checks as cli_doctor
 from consilium.client import machine_check
 from consilium.client.finding import Finding
 from consilium.core.errors import UnreachableError

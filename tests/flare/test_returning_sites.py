@@ -13,8 +13,7 @@ from nvflare.apis.signal import Signal
 from nvflare.fuel.utils.config_service import ConfigService
 
 from consilium.flare.job import wire
-from consilium.flare.job.site_registration import Registration
-from consilium.flare.job.task_sender import TaskSender
+from consilium.flare.job.transport import FlareTransport
 from tests.conftest import small_config
 from tests.flare.running import exported, own_process, untouched
 from tests.flare.together import Together
@@ -44,23 +43,23 @@ def test_site_with_a_slow_process_is_registered_before_the_round_ends(tmp_path: 
         communicator.initialize_run(fl_ctx)
         controller.initialize(fl_ctx)
         coordinator = controller.coordinator
-        controller.registration = registration = Registration(TaskSender(controller, coordinator, Signal(), fl_ctx, set, 0.01))
+        controller.transport = transport = FlareTransport(controller, coordinator, Signal(), fl_ctx, set, 0.01)
 
         def asks(name: str) -> str:
             """Let a site's process ask for a task, as FLARE's runner does, and do it. Return the task's name."""
             with federation.server.new_context() as asking:
                 communicator.client_is_active(name, "getTask", asking)
-            standing = registration.sent.get(name)
+            standing = transport.hellos.get(name)
             return standing.name if standing and federation._one_task(Client(name, name)) else ""
 
-        registration.send_hellos()
+        transport.send_hellos()
         assert [asks(name) for name in sites] == [wire.HELLO, wire.HELLO]
         assert coordinator.sites.keys() == set(sites)
 
         communicator.process_dead_client_report("site-2", fl_ctx)
         until(lambda: controller.get_client_disconnect_time("site-2") is not None)
-        registration._register_again({"site-2"})  # it has logged in again, and was sent the job again
-        cancelled: Task = registration.sent["site-2"]
+        transport.register_again({"site-2"})  # it has logged in again, and was sent the job again
+        cancelled: Task = transport.hellos["site-2"]
         until(lambda: cancelled.completion_status is not None)
         assert cancelled.completion_status == TaskCompletionStatus.CLIENT_DEAD
         assert coordinator.sites.keys() == {"site-1"}
@@ -81,7 +80,7 @@ def test_a_site_that_asks_again_for_its_task_does_not_end_flares_monitor(tmp_pat
         controller.set_communicator(communicator)
         communicator.initialize_run(fl_ctx)
         controller.initialize(fl_ctx)
-        sender = TaskSender(controller, controller.coordinator, Signal(), fl_ctx, set, 0.01)
+        sender = FlareTransport(controller, controller.coordinator, Signal(), fl_ctx, set, 0.01)
         tasks = sender.send(wire.HELLO, {name: Shareable() for name in SITES}, lambda name, result: None)
         for _ in range(3):
             with federation.server.new_context() as asking:

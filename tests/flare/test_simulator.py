@@ -134,18 +134,6 @@ def test_damaged_sites_are_left_out(flare: Runner, hospitals: Path) -> None:
     assert {json.loads(line)["kind"] for path in record for line in path.read_text().splitlines()} == {"refusal"}
 
 
-@pytest.mark.long  # two minutes: a process for every task
-def test_state_survives_a_process_per_task(tmp_path: Path) -> None:
-    config = small_config("fediat", rounds=5, local_steps=1)
-    edit = edited(client=partial(add_filter, "Corrupter"))
-    workspace = in_simulator(tmp_path / "flare", config, edit, [*SITES[:2], DAMAGED], threads=2)
-    reference = tmp_path / "two"
-    simulate(assemble_job(config), {name: SiteConfig() for name in SITES[:2]}, reference, lambda event: None)
-    ours, theirs = (state_of(w / "server/state.safetensors") for w in (workspace, reference))
-    assert all(torch.equal(ours[n], t) for n, t in theirs.items())
-    check_refused(workspace, 5)
-
-
 class AsFlareAdds(FedIT):
     """FedIT whose server adds the mean as FLARE's FedAvg does: rounded to the tensors' own type, then summed in that type."""
 

@@ -11,8 +11,8 @@ from unittest.mock import patch
 import pytest
 from typer.testing import CliRunner
 
-from consilium.cli.audit import markdown
 from consilium.cli.main import app
+from consilium.cli.site_records import markdown
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, RefusedError

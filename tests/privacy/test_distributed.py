@@ -28,8 +28,7 @@ from consilium.privacy.plan import Plan, make_plan, noise_to_signal
 from consilium.privacy.randomness import Randomness
 from consilium.privacy.secagg.arithmetic import UNIT
 from consilium.runtime.engine import simulate
-from consilium.server.aggregation import training_optimizer_step
-from consilium.server.masked_round import with_divisor_and_maps
+from consilium.server.aggregation import training_optimizer_step, with_divisor_and_maps
 from consilium.strategies.strategy import ServerState
 from consilium.training.loop import step_update
 from tests.conftest import Snapshot, assembled, small_cells, training_only

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from consilium.adapters import adapter_state
-from consilium.cli.audit import markdown
+from consilium.cli.site_records import markdown
 from consilium.client.site_data import load_site_data
 from consilium.client.trainer import dpsgd_of
 from consilium.config.job import JobConfig

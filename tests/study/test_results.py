@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from consilium.config.job import load_job
-from consilium.config.overrides import parse_override
+from consilium.config.job import load_job, parse_override
 from consilium.study.definition import Cell, cell_digest, load
 from consilium.study.records import CellRecord
 from tests.benchmarks import results

@@ -24,7 +24,7 @@ from consilium.estimates.memory import memory_of
 from consilium.federation.job import assemble_job, build_model, build_task
 from consilium.runtime.engine import simulate
 from consilium.tasks.registry import TASKS
-from consilium.use import merge
+from consilium.use import export_formats
 from consilium.use.export import export
 from consilium.use.model import open_model
 from tests.conftest import run, small_text
@@ -161,7 +161,7 @@ def test_the_exported_folders_open_with_transformers_and_peft_alone(tmp_path: Pa
     found = open_model(adapter, own=own)
     ids = torch.tensor([[2, 5, 8, 3], [2, 6, 11, 3]])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    wanted = merge.logits_of(found.model, inputs)
+    wanted = export_formats.logits_of(found.model, inputs)
     assert float(wanted.std()) > 0.01
     folder = export(found, "peft", tmp_path / "peft", own).folder
     opened = AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=3).eval()
@@ -187,7 +187,7 @@ def test_a_model_on_the_mean_keeps_its_head_in_a_file(tmp_path: Path) -> None:
     config, own = job(save_encoder(tmp_path / "base"), features="mean"), SiteConfig(device="cpu")
     found = open_model(kept(tmp_path / "kept", config, checkpoint_hash(tmp_path / "base")), own=own)
     ids = torch.tensor([[2, 5, 8, 3]])
-    wanted = merge.logits_of(found.model, {"input_ids": ids})
+    wanted = export_formats.logits_of(found.model, {"input_ids": ids})
     folder = export(found, "peft", tmp_path / "peft", own).folder
     assert json.loads((folder / "adapter_config.json").read_text())["task_type"] == "FEATURE_EXTRACTION"
     base, head = AutoModel.from_pretrained(tmp_path / "base"), load_file(folder / "head.safetensors")

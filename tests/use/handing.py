@@ -13,7 +13,7 @@ from consilium.adapters import adapter_state
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.federation.job import build_model, tokenizer_of
-from consilium.use import merge
+from consilium.use import export_formats
 from consilium.use.export import export
 from consilium.use.model import TrainedModel
 from tests.conftest import small_cells, small_config
@@ -61,11 +61,11 @@ def loaded(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
 
 def run_peft_card(found: TrainedModel, folder: Path, own: SiteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Export a model for PEFT, run the code of its card in its folder as printed, and compare the logits."""
-    inputs = merge.random_inputs(found.config, tokenizer_of(found.config, own))
-    wanted = merge.logits_of(found.model, inputs)
+    inputs = export_formats.random_inputs(found.config, tokenizer_of(found.config, own))
+    wanted = export_formats.logits_of(found.model, inputs)
     made = export(found, "peft", folder, own)
     monkeypatch.chdir(made.folder)
     names: dict[str, Any] = {}
     exec(code((made.folder / "README.md").read_text()), names)
-    answered = merge.logits_of(names["model"].eval(), inputs)
-    assert float((answered - wanted).abs().max()) <= merge.tolerance(names["model"], wanted)
+    answered = export_formats.logits_of(names["model"].eval(), inputs)
+    assert float((answered - wanted).abs().max()) <= export_formats.tolerance(names["model"], wanted)

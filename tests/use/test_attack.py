@@ -14,7 +14,7 @@ from PIL import Image
 from scipy.stats import binomtest, norm
 from torch import nn
 
-from consilium.cli.privacy_attacks import _print_attacks
+from consilium.cli.model_commands import _print_attacks
 from consilium.client.model_store import UNCOVERED
 from consilium.config.job import JobConfig
 from consilium.config.site import CacheConfig, SiteConfig

@@ -22,7 +22,7 @@ from consilium.data import images as pictures
 from consilium.data.datalist import Item
 from consilium.data.images import read_image, unpadded_size
 from consilium.federation.model_card import Card
-from consilium.use import bundle_export, bundle_scripts, merge
+from consilium.use import bundle_scripts, export_formats
 from tests.conftest import small_text
 from tests.use.handing import CELLS, FUNDUS, changed, trained
 
@@ -84,13 +84,13 @@ def test_monai_writes_the_masks_that_the_model_gives(tmp_path: Path) -> None:
     wanted = {}
     for file in files:
         item = Item(file, None)
-        logits = merge.logits_of(model, {"images": read_picture(item, 64, settings, PADDED.model.padding)[None]})
+        logits = export_formats.logits_of(model, {"images": read_picture(item, 64, settings, PADDED.model.padding)[None]})
         size = read_image(item, settings).shape[:2]
         rows, columns = unpadded_size(size, 64, settings)
         own = F.interpolate(logits[..., :rows, :columns], size, mode="bilinear", align_corners=False)[0]
         wanted |= {f"{file.stem}_{name}.png": plane for name, plane in zip(settings.classes, own, strict=True)}
-    bound = merge.tolerance(model, torch.cat([plane.flatten() for plane in wanted.values()]))
-    _, difference = bundle_export.merge_and_write(folder, model, PADDED, card(PADDED))
+    bound = export_formats.tolerance(model, torch.cat([plane.flatten() for plane in wanted.values()]))
+    _, difference = export_formats.write_bundle(folder, model, PADDED, card(PADDED))
     assert difference <= bound
     metadata = json.loads((folder / "configs/metadata.json").read_text())
     assert all(isinstance(metadata[key], str) and metadata[key] for key in TEXTS)
@@ -112,8 +112,8 @@ def test_monai_writes_the_classes_that_the_model_gives(tmp_path: Path) -> None:
     model, folder = trained(CELLS), tmp_path / "bundle"
     folder.mkdir()
     file = picture(tmp_path / "a cell.png", (64, 64, 3))
-    logits = merge.logits_of(model, {"images": read_picture(Item(file, None), 64, CELLS.task)[None]})[0]  # type: ignore[arg-type]
-    bundle_export.merge_and_write(folder, model, CELLS, card(CELLS))
+    logits = export_formats.logits_of(model, {"images": read_picture(Item(file, None), 64, CELLS.task)[None]})[0]  # type: ignore[arg-type]
+    export_formats.write_bundle(folder, model, CELLS, card(CELLS))
     run(folder, file)
     with open(folder / "out/classes.csv", encoding="utf-8", newline="") as lines:
         head, row = csv.reader(lines)
@@ -123,18 +123,10 @@ def test_monai_writes_the_classes_that_the_model_gives(tmp_path: Path) -> None:
     assert [float(value) for value in row[2:]] == pytest.approx(logits.softmax(0).tolist(), abs=2e-5)
 
 
-def test_points_of_a_bundle_are_scaled_as_their_picture_is(tmp_path: Path) -> None:
-    config = changed(FUNDUS, task={"classes": ["a", "b"], "prompt": "point", "resize": "stretch"})
-    made = bundle_export.inference_config(config)
-    assert (made["points"], made["datalist"]["prompts"]) == ("", "@points")
-    file = picture(tmp_path / "one.png", (128, 96, 3))
-    (tmp_path / "points.csv").write_text("image,class,x,y\none.png,b,48,32\n")
-    own = {key: made["datalist"][key] for key in ("classes", "columns")}
-    (data,) = bundle_scripts.find_pictures(str(file), str(tmp_path / "points.csv"), **own)
-    told = made["preprocessing"]["transforms"][0]
-    found = bundle_scripts.ReadPicture(told["side"], told["resize"], told["padding"], told["window"])(data)["prompts"]
-    assert found[1].tolist() == [32, 16]  # 64 pixels a side
-    assert found[0].isnan().all()
+def test_a_model_that_takes_prompts_is_refused() -> None:
+    config = changed(FUNDUS, task={"classes": ["a", "b"], "prompt": "point"})
+    with pytest.raises(ConfigError, match=r"the model takes prompts \(task.prompt\), which a bundle does not read; use onnx"):
+        export_formats.check_bundle(config, Card.of(config, "global", 1, ""))
 
 
 @pytest.mark.parametrize("resize", ["stretch", "pad"])
@@ -142,7 +134,7 @@ def test_points_of_a_bundle_are_scaled_as_their_picture_is(tmp_path: Path) -> No
 def test_a_bundle_reads_pictures_as_training_does_to_the_bit(resize: str, window: Any, tmp_path: Path) -> None:
     config = changed(FUNDUS, task={"classes": ["a"], "resize": resize, "window": window})
     settings: Any = config.task
-    made = bundle_export.inference_config(config)["preprocessing"]["transforms"][0]
+    made = export_formats.inference_config(config)["preprocessing"]["transforms"][0]
     reader = bundle_scripts.ReadPicture(made["side"], made["resize"], made["padding"], made["window"])
     files = [picture(tmp_path / "colours.png", (33, 90, 3)), picture(tmp_path / "grey.png", (90, 33))]
     files += [picture(tmp_path / "deep.png", (70, 70), np.uint16), picture(tmp_path / "deep.tif", (40, 64), np.float32)]
@@ -168,7 +160,7 @@ def test_pictures_of_one_name_and_none_at_all_are_said_in_a_line(tmp_path: Path)
 
 def test_a_language_model_has_no_bundle() -> None:
     with pytest.raises(ConfigError, match=r"^--format bundle: bundles are of pictures, .*; use merged$"):
-        bundle_export.check(small_text(), card(small_text()))
+        export_formats.check_bundle(small_text(), card(small_text()))
 
 
 @pytest.mark.parametrize(
@@ -179,15 +171,15 @@ def test_names_that_monai_would_run_are_refused(name: str) -> None:
     with pytest.raises(
         ConfigError, match=r"^--format bundle: task\.classes: [^\n]*: MONAI would run a name with .* as code; use"
     ):
-        bundle_export.check(config, card(config))
+        export_formats.check_bundle(config, card(config))
     for field in ("job", "site", "model", "name", "adapter", "method"):
         with pytest.raises(ConfigError, match="MONAI would run"):
-            bundle_export.check(FUNDUS, replace(card(FUNDUS), **{field: name}))
+            export_formats.check_bundle(FUNDUS, replace(card(FUNDUS), **{field: name}))
 
 
 def test_names_with_signs_that_mean_nothing_to_monai_stay() -> None:
     config = changed(FUNDUS, task={"classes": ["stenosis > 50 %", "costs 5 $", "50%"]})
-    bundle_export.check(config, card(config))
+    export_formats.check_bundle(config, card(config))
 
 
 def test_a_model_of_parts_has_no_bundle() -> None:
@@ -195,4 +187,4 @@ def test_a_model_of_parts_has_no_bundle() -> None:
     with pytest.raises(
         ConfigError, match=r"^--format bundle: the model was trained on parts of 32 pixels .*; use onnx or merged"
     ):
-        bundle_export.check(config, card(config))
+        export_formats.check_bundle(config, card(config))

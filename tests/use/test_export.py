@@ -1,8 +1,6 @@
 """`consilium export-model`: what it writes for others, and what it says where it writes nothing."""
 
 import json
-import os
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +17,10 @@ from consilium.federation.job import build_model
 from consilium.federation.model_card import Card
 from consilium.federation.saved_model import SavedModel, convert_changes_to_parameters, write_adapter_folder
 from consilium.models.sam.network import build_sam
-from consilium.use import merge
+from consilium.use import export_formats
 from consilium.use.export import export
 from consilium.use.model import open_model
-from consilium.use.output_folder import check_destination, new_folder, write_record
+from consilium.use.output_folder import check_destination, write_record
 from tests.conftest import run, small_config, small_text
 from tests.use.handing import CELLS, FUNDUS, HERE, changed, loaded, run_peft_card, trained
 
@@ -53,8 +51,8 @@ def test_peft_alone_loads_the_adapter(tmp_path: Path) -> None:
 
     folder = kept(tmp_path / "kept", LORA)
     found = open_model(folder, own=HERE)
-    inputs = merge.random_inputs(LORA, None)
-    wanted = merge.logits_of(found.model, inputs)
+    inputs = export_formats.random_inputs(LORA, None)
+    wanted = export_formats.logits_of(found.model, inputs)
     made = export(found, "peft", tmp_path / "peft", HERE)
     assert made.difference is None
     assert {path.name for path in made.folder.iterdir()} == {
@@ -62,12 +60,12 @@ def test_peft_alone_loads_the_adapter(tmp_path: Path) -> None:
         "export.json", "job.yaml",
     }  # fmt: skip
     moved = made.folder.rename(tmp_path / "moved")
-    assert torch.equal(merge.logits_of(open_model(moved, own=HERE).model, inputs), wanted)
+    assert torch.equal(export_formats.logits_of(open_model(moved, own=HERE).model, inputs), wanted)
     moved.rename(made.folder)
     base = build_sam("tiny", None, 64, 2)
     assert base.load_state_dict(load_file(made.folder / "decoder.safetensors"), strict=False).unexpected_keys == []
-    answered = merge.logits_of(PeftModel.from_pretrained(base, str(made.folder)).eval(), inputs)
-    assert float((answered - wanted).abs().max()) <= merge.tolerance(base, wanted)
+    answered = export_formats.logits_of(PeftModel.from_pretrained(base, str(made.folder)).eval(), inputs)
+    assert float((answered - wanted).abs().max()) <= export_formats.tolerance(base, wanted)
     page = (made.folder / "README.md").read_text()
     assert page.startswith("---\nlicense: unknown\n")
     assert "Not a medical device" in page
@@ -101,68 +99,28 @@ def test_the_command_writes_a_merged_model_with_card_and_licence(
     assert "in the order of the classes: round, elongated, target, teardrop, spiky." in page
     record = json.loads((out / "export.json").read_text())
     assert (record["format"], record["job"], record["model"]) == ("merged", "small", "global")
-    model, inputs = open_model(folder, own=HERE).model, merge.random_inputs(CELLS, None)
-    wanted = merge.logits_of(model, inputs)
+    model, inputs = open_model(folder, own=HERE).model, export_formats.random_inputs(CELLS, None)
+    wanted = export_formats.logits_of(model, inputs)
     with torch.no_grad():
         found = loaded(page, out, monkeypatch)(**inputs)
-    assert float((found - wanted).abs().max()) <= merge.tolerance(model, wanted)
+    assert float((found - wanted).abs().max()) <= export_formats.tolerance(model, wanted)
     assert list((tmp_path / "new").iterdir()) == [out], "nothing half-written beside it"
     assert len({path.stat().st_mode for path in out.iterdir()}) == 1, "as the umask says, whoever wrote it"
 
 
-def earlier(folder: Path) -> Path:
-    """Write a folder as an export leaves it; return it."""
-    (folder / "docs").mkdir(parents=True)
-    (folder / "docs/old").write_text("of another version")
-    told = {"format": "peft", "consilium": "0", "job": "a", "model": "global", "difference": None}
-    write_record(folder, told)
-    return folder
-
-
-def test_a_folder_that_is_there_is_only_replaced_when_asked_and_when_it_is_an_export(tmp_path: Path) -> None:
+def test_an_existing_folder_is_never_replaced(tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    check_destination(folder, False)
+    check_destination(folder)
     folder.mkdir()
-    check_destination(folder, False)
+    check_destination(folder)
     (folder / "thesis.tex").write_text("years of work")
-    for record in (None, "{}", "[", "[]", '{"format": "peft", "files": []}'):
-        if record is not None:
-            (folder / "export.json").write_text(record)
-        with pytest.raises(ConfigError, match=r"is there and is not an earlier export; choose another folder$"):
-            check_destination(folder, True)
-    with pytest.raises(ConfigError, match=r"is there and is not a folder; choose another name$"):
-        check_destination(folder / "thesis.tex", True)
-    earlier(tmp_path / "made")
-    check_destination(tmp_path / "made", True)
-    with pytest.raises(ConfigError, match=r"is there; choose another folder, or replace it with --force$"):
-        check_destination(tmp_path / "made", False)
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    for place in (folder, folder / "thesis.tex", tmp_path / "link"):
+        with pytest.raises(ConfigError, match=r"is there already; choose a new folder, or remove this one first$"):
+            check_destination(place)
 
 
-def test_an_export_that_holds_anything_else_is_not_replaced(tmp_path: Path) -> None:
-    for number, name in enumerate(("thesis.tex", "docs/thesis.tex", "docs/old", "mine/thesis.tex")):
-        path = earlier(tmp_path / str(number)) / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("years of work")
-        with pytest.raises(ConfigError, match=r"is not as the earlier export wrote it; move it away, or choose"):
-            check_destination(tmp_path / str(number), True)
-    linked = earlier(tmp_path / "linked")
-    (linked / "docs/old").rename(tmp_path / "elsewhere")
-    (linked / "docs/old").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match="'docs/old' is not as"):
-        check_destination(linked, True)
-
-
-def test_an_export_replaces_the_one_before(tmp_path: Path) -> None:
-    folder, out = kept(tmp_path / "kept", LORA), earlier(tmp_path / "out")
-    for _ in range(2):
-        export(open_model(folder, own=HERE), "peft", out, HERE, force=True)
-        assert not (out / "docs").exists()
-        assert [path.name for path in sorted(tmp_path.iterdir())] == ["kept", "out"]
-    check_destination(out, True)
-
-
-@pytest.mark.parametrize("force", [False, True])
-def test_a_folder_that_comes_meanwhile_stays(force: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_comes_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, out = kept(tmp_path / "kept", LORA), tmp_path / "out"
 
     def come(made: Path, told: dict[str, Any]) -> None:
@@ -171,24 +129,23 @@ def test_a_folder_that_comes_meanwhile_stays(force: bool, tmp_path: Path, monkey
         write_record(made, told)
 
     monkeypatch.setattr("consilium.use.export.write_record", come)
-    with pytest.raises(ConfigError, match="is there and is not an earlier export"):
-        export(open_model(folder, own=HERE), "peft", out, HERE, force)
+    with pytest.raises(ConfigError, match="the export cannot be moved there"):
+        export(open_model(folder, own=HERE), "peft", out, HERE)
     assert (out / "thesis.tex").read_text() == "years of work"
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["kept", "out"]
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")])
-def test_what_fails_leaves_the_earlier_export(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, out = kept(tmp_path / "kept", LORA), earlier(tmp_path / "out")
+def test_a_failed_export_leaves_no_folder(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, out = kept(tmp_path / "kept", LORA), tmp_path / "out"
 
     def full(*args: object) -> None:
         raise error
 
     monkeypatch.setattr("consilium.use.export.write_record", full)
     with pytest.raises((OSError, CheckpointError), match="No space left"):
-        export(open_model(folder, own=HERE), "peft", out, HERE, force=True)
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["kept", "out"]
-    check_destination(out, True)
+        export(open_model(folder, own=HERE), "peft", out, HERE)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["kept"]
 
 
 def test_nothing_but_checked_tensors_and_own_files_is_handed_on(tmp_path: Path) -> None:
@@ -251,21 +208,9 @@ def _never(*args: object) -> None:
 def test_two_adapters_of_fixed_shares_merge_into_one(tmp_path: Path) -> None:
     config = small_config({"name": "feddpa", "weighting": "fixed"})
     folder = kept(tmp_path / "kept", config, share=0.3)
-    model, inputs = open_model(folder, own=HERE).model, merge.random_inputs(config, None)
-    wanted = merge.logits_of(model, inputs)
-    alone = merge.logits_of(build_model(config, SiteConfig(device="cpu")), inputs)
+    model, inputs = open_model(folder, own=HERE).model, export_formats.random_inputs(config, None)
+    wanted = export_formats.logits_of(model, inputs)
+    alone = export_formats.logits_of(build_model(config, SiteConfig(device="cpu")), inputs)
     made = export(open_model(folder, own=HERE), "merged", tmp_path / "out", HERE)
     assert made.difference is not None
-    assert made.difference <= merge.tolerance(model, wanted) < 0.05 * float((alone - wanted).abs().max())
-
-
-def test_what_a_killed_export_left_goes_at_the_next_one(tmp_path: Path) -> None:
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    names = (f".out.{ended.pid}", f".out.{os.getppid()}", ".out.1x", ".out.old.77", f".other.{ended.pid}")
-    for name in names:
-        (tmp_path / name).mkdir()
-    (tmp_path / ".out.999999999").symlink_to(tmp_path / ".out.1x")
-    with new_folder(tmp_path / "out", force=False) as made:
-        (made / "a").touch()
-    assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.999999999", *names[1:]}
+    assert made.difference <= export_formats.tolerance(model, wanted) < 0.05 * float((alone - wanted).abs().max())

@@ -21,11 +21,9 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, DataError
 from consilium.data.datalist import DataList
 from consilium.use import predict as predicting, predictor
-from consilium.use.inputs import Prompts, find_inputs
 from consilium.use.model import TrainedModel
-from consilium.use.outputs import OutputOptions
-from consilium.use.predict import Outcome, predict
-from consilium.use.predictor import Predictor, answer_inputs
+from consilium.use.predict import Outcome, OutputOptions, predict
+from consilium.use.predictor import Predictor, Prompts, answer_inputs, find_inputs
 from tests.conftest import run, small_text
 from tests.use.handing import CELLS, FUNDUS, HERE, trained
 from tests.use.test_predict import noise
@@ -77,7 +75,7 @@ def pages(path: Path) -> np.ndarray:
 def test_pictures_together_get_the_masks_that_each_gets_alone(fundus: TrainedModel, folder: Path, tmp_path: Path) -> None:
     with calls(fundus.model) as sizes:
         alone, together = (predicted(fundus, folder, tmp_path / str(batch), batch) for batch in (1, 3))
-    assert sizes == [1] * 8 + [3, 1, 3, 1]  # 0 1 2, 3, the volume's planes, 4
+    assert sizes == [1] * 8 + [1, 3, 3, 1]  # 0, the broken picture, 1 2 3, the volume's planes, 4
     assert alone == together
     assert together.written == ["0.png", "1.png", "2.png", "3.png", "3b.nii", "4.png"]
     ((bad, why),) = together.bad
@@ -114,7 +112,7 @@ def test_classes_together_are_those_of_each_alone(cells: TrainedModel, folder: P
     model = cells
     with calls(model.model) as sizes:
         found = [predicted(model, folder, tmp_path / str(batch), batch) for batch in (1, 4)]
-    assert sizes == [1] * 8 + [4, 3, 1]
+    assert sizes == [1] * 8 + [1, 3, 3, 1]
     assert found[0] == found[1]
     lines = [(tmp_path / batch / "classes.csv").read_text().splitlines() for batch in ("1", "4")]
     for one, other in zip(*lines, strict=True):
@@ -131,7 +129,7 @@ def test_prompts_of_different_number_go_into_one_call(folder: Path, tmp_path: Pa
     prompts |= {("1.png", None, "cup"): (5.0, 5.0, 20.0, 20.0), ("4.png", None, "cup"): (51.0, 3.0, 60.0, 9.0)}
     with calls(model.model) as sizes:
         alone, together = (predicted(model, folder, tmp_path / str(batch), batch, prompts) for batch in (1, 8))
-    assert sizes == [1, 1, 1, 3]
+    assert sizes == [1, 1, 1, 1, 1, 1]
     assert alone == together
     assert together.written == ["0.png", "1.png", "3.png"]  # no box names 2.png, and 4.png's lies outside
     for name in ("0", "1", "3"):
@@ -142,9 +140,12 @@ def test_prompts_of_different_number_go_into_one_call(folder: Path, tmp_path: Pa
 
 def test_an_answer_that_is_no_number_costs_its_picture_alone(fundus: TrainedModel, folder: Path, tmp_path: Path) -> None:
     def spoil(model: Any, args: Any, logits: torch.Tensor) -> torch.Tensor:
-        if len(logits) == 4:
-            logits[2, 0, 0, 0] = float("nan")
+        calls.append(len(logits))
+        if calls == [1, 3]:
+            logits[1, 0, 0, 0] = float("nan")
         return logits
+
+    calls = list[int]()
 
     handle = fundus.model.register_forward_hook(spoil)
     found = predicted(fundus, folder, tmp_path, 4)
@@ -173,7 +174,7 @@ def test_too_many_for_the_memory_name_the_option(fundus: TrainedModel, folder: P
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     handle = fundus.model.register_forward_pre_hook(fail)
-    with pytest.raises(ConfigError, match=r"^--batch: 3: do not fit into the memory of cpu; give a smaller number"):
+    with pytest.raises(ConfigError, match=r"^--batch: 1: do not fit into the memory of cpu; give a smaller number"):
         predicted(fundus, folder, tmp_path, 3)
     handle.remove()
 
@@ -191,7 +192,7 @@ def test_a_device_that_is_not_here_names_the_option(
     assert "site.yaml" not in told
 
 
-def test_records_of_several_files_go_into_one_call_and_back_to_their_files(tmp_path: Path) -> None:
+def test_records_are_answered_as_each_alone_in_files_of_their_names(tmp_path: Path) -> None:
     model, given = opened(small_text()), tmp_path / "in"
     given.mkdir()
     for number, count in enumerate((2, 1, 3, 5, 0)):
@@ -211,7 +212,7 @@ def test_records_of_several_files_go_into_one_call_and_back_to_their_files(tmp_p
             )
             for batch in (1, 4)
         ]
-    assert sizes == [1] * 12 + [4, 3, 4, 1]  # 0, 1 and 1b; 2; 3, which is more than one call
+    assert sizes == [1] * 12 + [2, 1, 1, 3, 4, 1]  # a call has records of one file
     assert found[0] == found[1]
     assert found[1].written == ["0.jsonl", "1.jsonl", "1b.jsonl", "2.jsonl", "3.jsonl", "4.jsonl"]
     assert [name for name, why in found[1].bad] == ["1b.jsonl", "1b.jsonl", "2b.jsonl"]
@@ -234,9 +235,8 @@ def test_a_record_that_cannot_be_used_costs_no_other(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(predicting, "build_task", build)
     model = TrainedModel(small_text(), nn.Linear(1, 1), Path(), None, None, HERE)  # type: ignore[arg-type]
-    found = [
-        (one.name, list(said)) for one, said in predicting.answers(model, find_inputs(tmp_path, True, tmp_path / "out"), 8)
-    ]
+    inputs = find_inputs(tmp_path, True, tmp_path / "out")
+    found = [(one.name, list(predicting.answers(model, one, 8))) for one in inputs]
     said = [(name, [str(one) if isinstance(one, DataError) else one["answer"] for one in answers]) for name, answers in found]
     assert said == [
         ("a.jsonl", ["FEVER", "a.jsonl:2: cannot be used", "COUGH"]),

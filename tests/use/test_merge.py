@@ -15,7 +15,7 @@ from consilium.federation.job import assemble_job, build_model, tokenizer_of
 from consilium.models.clip import network as clip
 from consilium.models.registry import MODELS
 from consilium.models.sam.network import build_sam
-from consilium.use import merge
+from consilium.use import export_formats
 from tests.conftest import small_config, small_text
 from tests.use.handing import CELLS, FUNDUS, HERE, changed, code, loaded, stir, trained
 
@@ -41,16 +41,16 @@ PICTURES: dict[str, JobConfig] = {
 def compare(config: JobConfig, model: nn.Module, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Merge and write a model; load it by the page's code and compare its logits on inputs that nobody has seen."""
     tokenizer = tokenizer_of(config, HERE)
-    inputs = merge.random_inputs(config, tokenizer)
+    inputs = export_formats.random_inputs(config, tokenizer)
     if "images" in inputs:
         inputs["images"] = inputs["images"].flip(-1) * 0.5
-    wanted = merge.logits_of(model, inputs)
+    wanted = export_formats.logits_of(model, inputs)
     with adapter_state.disable_adapter(model):
-        base = merge.logits_of(model, inputs)
-    page, difference = merge.merge_and_write(folder, model, config, tokenizer)
+        base = export_formats.logits_of(model, inputs)
+    page, difference = export_formats.write_merged(folder, model, config, tokenizer)
     with torch.no_grad():
         found = loaded(page, folder, monkeypatch)(**inputs)
-    bound = merge.tolerance(model, wanted)
+    bound = export_formats.tolerance(model, wanted)
     assert float((found - wanted).abs().max()) <= bound
     assert 20 * bound < float((base - wanted).abs().max()), "else the base alone would pass"
     assert 0 <= difference <= bound
@@ -109,14 +109,14 @@ def test_the_code_for_a_published_sam_builds_it(variant: Any, size: int, classes
 def test_bottlenecks_are_refused_because_no_base_has_such_layers() -> None:
     config = small_config("fedsca")
     with pytest.raises(ConfigError, match=r"^--format merged: adapter.kind 'bottleneck' adds layers .*; use bundle or onnx$"):
-        merge.merge(build_model(config, HERE), config)
+        export_formats.merge(build_model(config, HERE), config)
 
 
 def test_a_model_without_some_of_its_blocks_is_refused() -> None:
     model = trained(FUNDUS)
     adapter_state.leave_out(model, {"image_encoder.blocks.2"})
     with pytest.raises(ConfigError, match=r"runs without 'image_encoder.blocks.2', .*; use bundle or onnx$"):
-        merge.merge(model, FUNDUS)
+        export_formats.merge(model, FUNDUS)
 
 
 def test_a_layer_that_shares_its_weight_is_refused_and_said_when_the_job_is_made() -> None:
@@ -125,7 +125,7 @@ def test_a_layer_that_shares_its_weight_is_refused_and_said_when_the_job_is_made
     shared = "'lm_head' shares its weight with 'model.embed_tokens'"
     model = trained(config)
     with pytest.raises(ConfigError, match=rf"^--format merged: {shared}, which a merge would change too; use peft$"):
-        merge.merge(model, config)
+        export_formats.merge(model, config)
     wanted = f"adapter.targets: {shared}; it trains, but cannot be merged into the base"
     assert assemble_job(config).warnings == (wanted,)
     assert assemble_job(small_text()).warnings == ()
@@ -134,27 +134,27 @@ def test_a_layer_that_shares_its_weight_is_refused_and_said_when_the_job_is_made
 def test_a_vector_that_no_bias_can_hold_is_refused_before_anything_is_changed() -> None:
     config = changed(small_text(), strategy="feddbe")
     model = trained(config)
-    inputs = merge.random_inputs(config, tokenizer_of(config, HERE))
-    wanted = merge.logits_of(model, inputs)
+    inputs = export_formats.random_inputs(config, tokenizer_of(config, HERE))
+    wanted = export_formats.logits_of(model, inputs)
     with pytest.raises(ConfigError, match="no bias there"):
-        merge.merge(model, config)
-    merge.merge_if_possible(model, config)
-    assert torch.equal(merge.logits_of(model, inputs), wanted)
+        export_formats.merge(model, config)
+    export_formats.merge_if_possible(model, config)
+    assert torch.equal(export_formats.logits_of(model, inputs), wanted)
 
 
 def test_logits_that_differ_by_more_than_rounding_are_refused() -> None:
     model, wanted = nn.Linear(100, 3), torch.tensor([[1.0, -4.0, 2.0]])
     bound = 10 * 2**-24 * 4  # one layer, sqrt(100), the largest logit
-    assert merge.tolerance(model, wanted) == pytest.approx(bound)
+    assert export_formats.tolerance(model, wanted) == pytest.approx(bound)
     near = wanted + torch.tensor([0.0, 0.9 * bound, 0.0])
-    assert merge.require_equal("merged", model, wanted, near) == pytest.approx(0.9 * bound, rel=0.2)
+    assert export_formats.require_equal("merged", model, wanted, near) == pytest.approx(0.9 * bound, rel=0.2)
     for bad in (wanted + 2 * bound, wanted * float("nan")):
         with pytest.raises(CheckpointError, match=r"^--format merged: its logits differ by .*, so nothing was written"):
-            merge.require_equal("merged", model, wanted, bad)
+            export_formats.require_equal("merged", model, wanted, bad)
 
 
 def test_merged_sam_has_the_names_and_shapes_of_the_unchanged_one(tmp_path: Path) -> None:
     config = PICTURES["q and v apart, four classes"]
-    merge.merge_and_write(tmp_path, trained(config), config, None)
+    export_formats.write_merged(tmp_path, trained(config), config, None)
     plain = build_sam("tiny", None, 64, 4).state_dict()
     assert {n: t.shape for n, t in load_file(tmp_path / "model.safetensors").items()} == {n: t.shape for n, t in plain.items()}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from consilium.core.errors import ConfigError
-from consilium.use import merge, onnx_export
+from consilium.use import export_formats
 from tests.conftest import small_config, small_text
 from tests.use.handing import CELLS, FUNDUS, changed, loaded, trained
 
@@ -27,22 +27,22 @@ def test_graphs_answer_the_same_in_onnxruntime(name: str, tmp_path: Path, monkey
 
     config = JOBS[name]
     model = trained(config)
-    inputs = {key: torch.cat([value, value.flip(0)])[:3] for key, value in merge.random_inputs(config, None).items()}
-    wanted = merge.logits_of(model, inputs)
-    page, _ = onnx_export.merge_and_write(tmp_path, model, config)
+    inputs = {key: torch.cat([value, value.flip(0)])[:3] for key, value in export_formats.random_inputs(config, None).items()}
+    wanted = export_formats.logits_of(model, inputs)
+    page, _ = export_formats.write_onnx(tmp_path, model, config)
     graphs = {"model.onnx"} if config is CELLS else {"image_encoder.onnx", "mask_decoder.onnx"}
     assert {path.name for path in tmp_path.iterdir()} == graphs
     run: Any = loaded(page, tmp_path, monkeypatch)
     found = torch.from_numpy(run(*(value.numpy() for value in inputs.values())))
-    assert float((found - wanted).abs().max()) <= merge.tolerance(model, wanted)
+    assert float((found - wanted).abs().max()) <= export_formats.tolerance(model, wanted)
 
 
 def test_language_models_are_refused_with_the_reason() -> None:
     with pytest.raises(ConfigError, match=r"^--format onnx: a language model generates token by token .*; use merged"):
-        onnx_export.check(small_text())
+        export_formats.check_onnx(small_text())
 
 
 def test_a_missing_extra_is_one_line_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnx_export, "find_spec", lambda name: None if name == "onnxscript" else object())
+    monkeypatch.setattr(export_formats, "find_spec", lambda name: None if name == "onnxscript" else object())
     with pytest.raises(ConfigError, match=r"^--format onnx: needs onnxscript, .*; run: pip install 'consilium-flare\[onnx\]'$"):
-        onnx_export.check(FUNDUS)
+        export_formats.check_onnx(FUNDUS)

@@ -12,7 +12,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.storage import checkpoint_hash
 from consilium.models.causal_lm.network import TINY_FOLDER, build_causal_lm, load_tokenizer as ours
-from consilium.use import merge
+from consilium.use import export_formats
 from consilium.use.export import export, short_names
 from consilium.use.model import open_model
 from tests.conftest import run, small_text
@@ -62,15 +62,15 @@ def test_pefts_own_class_opens_the_exported_folder_alone(targets: str, short: li
 
     config, own = of_folder(tmp_path, targets=targets)
     found = open_model(kept(tmp_path / "kept", config, sha_of(config)), own=own)
-    inputs = merge.random_inputs(config, ours("tiny", None))
-    wanted = merge.logits_of(found.model, inputs)
+    inputs = export_formats.random_inputs(config, ours("tiny", None))
+    wanted = export_formats.logits_of(found.model, inputs)
     folder = export(found, "peft", tmp_path / "peft", own).folder
     opened = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         got = opened(**inputs).logits
     base = build_causal_lm("folder", tmp_path / "checkpoints/base")
-    assert float((got - wanted).abs().max()) <= merge.tolerance(base, wanted)
-    assert float((merge.logits_of(base, inputs) - wanted).abs().max()) > 100 * merge.tolerance(base, wanted)
+    assert float((got - wanted).abs().max()) <= export_formats.tolerance(base, wanted)
+    assert float((export_formats.logits_of(base, inputs) - wanted).abs().max()) > 100 * export_formats.tolerance(base, wanted)
     settings = json.loads((folder / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str(tmp_path / "checkpoints/base")
     assert settings["task_type"] == "CAUSAL_LM"

@@ -21,10 +21,9 @@ from consilium.data import volumes
 from consilium.data.datalist import Item
 from consilium.data.synthetic.dicom import write_dicom
 from consilium.data.synthetic.organs import Study
-from consilium.use.inputs import Input, find_inputs, read_prompts
 from consilium.use.model import open_model
-from consilium.use.outputs import label_legend, label_map
-from consilium.use.predictor import Prediction, Predictor, stitch_tiles
+from consilium.use.predict import label_legend, label_map
+from consilium.use.predictor import Input, Prediction, Predictor, find_inputs, read_prompts, stitch_tiles
 from tests.conftest import run
 
 AFFINE = np.array([[0.0, 0.7, 0, 3], [-0.8, 0, 0, 5], [0, 0, 2.5, -7], [0, 0, 0, 1]])
@@ -210,24 +209,24 @@ def test_radiographs_in_a_folder_are_images_of_their_own_and_slices_are_a_series
     [
         ("image,class,x,y\na.png,disc,1", "lacks y"),
         ("image,class,x,y\na.png,disc,-1,3", "0 or more"),
-        ("image,class,x,y\na.png,disc,1,inf", "0 or"),
+        ("image,class,x,y\na.png,disc,1,inf", "0 or more"),
         (f"image,class,x,y\n{'a' * 140_000},disc,1,2", "not valid CSV"),
-        ('[{"image": "a.png", "class": "disc", "y": 1, "x": 1, "slice": 1.7}]', "has a value that is not a number"),
-        ('[{"image": "a.png", "class": "disc", "y": 1, "x": 1, "slice": Infinity}]', "has a value that is not a number"),
-        (f'[{{"image": "a.png", "class": "disc", "y": 1, "x": 1{"0" * 400}}}]', "has a value that is not a number"),
+        ("image,class,x,y,slice\na.png,disc,1,1,1.7", "has a value that is not a number"),
+        ("image,class,x,y,slice\na.png,disc,1,1,inf", "has a value that is not a number"),
+        (f"image,class,x,y\na.png,disc,1,1{'0' * 400}", "0 or more"),
         ("image,class,left,top,right,bottom\na.png,disc,1,2,3", "lacks bottom"),
         ("image,class,left,top,right,bottom\na.png,liver,1,2,3,4", "none of the model's: disc, cup"),
         ("image,class,left,top,right,bottom\na.png,disc,5,2,3,4", "left < right"),
-        ("image,class,left,top,right,bottom\na.png,disc,nan,2,3,4", "left < right"),
+        ("image,class,left,top,right,bottom\na.png,disc,nan,2,3,4", "0 or more"),
         ("image,class,left,top,right,bottom\na.png,disc,1,2,3,4\na.png,disc,1,2,3,4", "has two for 'disc'"),
         ("", "holds no box"),
     ],
 )
 def test_prompts_that_cannot_be_are_refused(tmp_path: Path, text: str, said: str) -> None:
-    path = tmp_path / ("p.json" if text.startswith("[") else "p.csv")
+    path = tmp_path / "p.csv"
     path.write_text(text)
     with pytest.raises(DataError, match=said):
-        read_prompts(path, "point" if "x,y" in text or '"x"' in text else "box", ["disc", "cup"])
+        read_prompts(path, "point" if "x,y" in text else "box", ["disc", "cup"])
 
 
 @pytest.mark.parametrize(
@@ -263,10 +262,10 @@ def test_a_point_says_what_is_asked_for_in_the_pictures_own_pixels(
     words = ("predict", folder, tmp_path / "a.png", "-o", tmp_path / "out", "--probabilities")
     assert run(monkeypatch, *words) == 2
     assert "--points: the model was trained with points" in capsys.readouterr().err
-    (tmp_path / "p.json").write_text(json.dumps([{"image": "a.png", "class": "disc", "x": 60, "y": 32}]))
-    assert run(monkeypatch, *words, "--boxes", tmp_path / "p.json") == 2
+    (tmp_path / "p.csv").write_text("image,class,x,y\na.png,disc,60,32\n")
+    assert run(monkeypatch, *words, "--boxes", tmp_path / "p.csv") == 2
     assert "--boxes: the model takes points" in capsys.readouterr().err
-    assert run(monkeypatch, *words, "--points", tmp_path / "p.json") == 0
+    assert run(monkeypatch, *words, "--points", tmp_path / "p.csv") == 0
     opened = open_model(folder)
     side = opened.config.model.image_side
     small = np.asarray(Image.open(tmp_path / "a.png").resize((side, side), Image.Resampling.BILINEAR))
@@ -280,8 +279,8 @@ def test_a_point_says_what_is_asked_for_in_the_pictures_own_pixels(
         assert not np.asarray(pages).any()  # no point of the cup: it was not asked for
     capsys.readouterr()
     for image, x, said in (("b.png", 5, "the points name no image 'a.png'"), ("a.png", 96, "96, 32 lies outside its 96x128")):
-        (tmp_path / "p.json").write_text(json.dumps([{"image": image, "class": "disc", "x": x, "y": 32}]))
-        assert run(monkeypatch, *words, "--force", "--points", tmp_path / "p.json") == 1
+        (tmp_path / "p.csv").write_text(f"image,class,x,y\n{image},disc,{x},32\n")
+        assert run(monkeypatch, *words, "--force", "--points", tmp_path / "p.csv") == 1
         assert said in capsys.readouterr().err
 
 

@@ -13,11 +13,9 @@ from PIL import Image
 
 from consilium.core.errors import DataError
 from consilium.data.synthetic.organs import Study
-from consilium.use.inputs import Input, find_inputs
 from consilium.use.model import open_model
-from consilium.use.outputs import OutputOptions, split_clashing, write_nifti, write_picture
-from consilium.use.predict import predict
-from consilium.use.predictor import Predictor
+from consilium.use.predict import OutputOptions, predict, split_clashing, write_nifti, write_picture
+from consilium.use.predictor import Input, Predictor, find_inputs
 from tests.conftest import run
 from tests.use.test_predict import AFFINE, noise, write_dicom_series
 

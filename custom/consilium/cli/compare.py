@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal, cast, get_args
+from typing import Annotated, Literal, get_args
 
 import typer
 from rich.console import Console
@@ -21,9 +21,9 @@ from consilium.report.compare.job_settings import settings_tables
 from consilium.report.compare.published import Published, method_of, read_published
 from consilium.report.compare.tables import as_csv, as_json, comparison_tables
 from consilium.report.run_record import CELLS, RunRecord, cell_folder, read_finished_run, read_run
-from consilium.report.tables import Table, latex_text, markdown_text, terminal_table
+from consilium.report.tables import latex_text, markdown_text, terminal_table
 from consilium.report.untrusted_files import subfolders
-from consilium.study.definition import load
+from consilium.study.definition import Study, load
 from consilium.study.records import current_record
 
 DRAW = "consilium.report.compare.figures:draw"
@@ -65,9 +65,8 @@ def compare(
 ) -> None:
     """Compare runs: means over sites and seeds, paired tests, ranks, bytes, seconds, epsilon, pictures."""
     runs = [(path if path.exists() or "=" not in path.name else cell_folder(path)) for path in runs]
-    groups, notes, published = (
-        _load_study_groups(runs[0], smoke, small, workspace) if _is_study(runs) else (*comparable_groups(runs), [])
-    )
+    study = load(runs[0], study_size(smoke, small), workspace) if _is_study(runs) else None
+    groups, notes, published = _study_groups(study, runs[0], workspace) if study else (*comparable_groups(runs), [])
     notes += [one for group in groups for one in mixed_code_notes(group)]
     stage = Stage(model)
     _check_metric_and_method(groups, metric, against)
@@ -84,17 +83,25 @@ def compare(
     if kind not in get_args(TableFormat):
         raise ConfigError(f"--output: {output}: no format of this ending; end it in .{', .'.join(get_args(TableFormat))}")
     if output is not None or kind != "txt":  # on a screen the scores come first, and `report` shows a run's settings
-        about = load(runs[0], study_size(smoke, small), workspace).config.about if _is_study(runs) else ""
-        tables += settings_tables(groups, about)
-    text = _format_tables(
-        cast(TableFormat, kind),
-        groups,
-        tables,
-        notes,
-        str(runs[0] if len(runs) == 1 else "comparison"),
-        stage,
-        output is not None,
-    )
+        tables += settings_tables(groups, study.config.about if study else "")
+    if kind == "csv":
+        show((f"note: {shown(note, 2000)}" for note in notes), errors=True)
+        text = as_csv(groups)
+    elif kind == "json":
+        text = as_json(groups, tables, notes) + "\n"
+    elif kind == "html":
+        source = str(runs[0] if len(runs) == 1 else "comparison")
+        text = call(f"{PAGES}:study_page", Path(source).stem, source, groups, tables, notes, stage)
+    elif kind != "txt":
+        text = (markdown_text if kind == "md" else latex_text)(tables, notes)
+    else:
+        console = table_console() if output is None else Console(width=FILE_WIDTH)
+        with console.capture() as written:
+            for table in tables:
+                console.print(terminal_table(table, console.width))
+            for note in notes:
+                console.print(rich_line(f"note: {note}", "yellow", limit=2000))
+        text = written.get()
     if output is None:
         typer.echo(text, nl=False)
     else:
@@ -104,10 +111,8 @@ def compare(
 
 def comparable_groups(paths: Sequence[Path]) -> tuple[list[Group], list[str]]:
     """Return the groups of comparable runs, and a line for each run that is left out or not comparable with the first."""
-    found: list[RunRecord] = []
-    notes: list[str] = []
-    if files := [path for path in paths if not path.is_dir()]:
-        notes.append(f"left out: {first_names_text(list(map(str, files)), 1)}: no folder of a run")
+    found, files = list[RunRecord](), [str(path) for path in paths if not path.is_dir()]
+    notes = [f"left out: {first_names_text(files, 1)}: no folder of a run"] if files else []
     for path in dict.fromkeys(path.resolve() for path in paths if path.is_dir()):
         try:
             run = read_finished_run(path)
@@ -126,17 +131,16 @@ def _is_study(paths: Sequence[Path]) -> bool:
     """Tell whether `paths` is one study. Raises ConfigError for a study beside other paths."""
     if len(paths) == 1:
         return not paths[0].is_dir()
-    named = [path for path in paths if not path.is_dir() and (path.suffix in YAML or not path.is_file())]
-    if named:
+    if named := [path for path in paths if not path.is_dir() and (path.suffix in YAML or not path.is_file())]:
         raise ConfigError(f"{named[0]}: no folder of a run; give folders of runs, or one study and nothing else")
     return False
 
 
-def _load_study_groups(
-    path: Path, smoke: bool, small: bool, workspace: Path | None
-) -> tuple[list[Group], list[str], list[Published]]:
-    """Return the groups of a study's finished runs, notes on missing runs, and the published numbers."""
-    study = load(path, study_size(smoke, small), workspace)
+def _study_groups(study: Study, path: Path, workspace: Path | None) -> tuple[list[Group], list[str], list[Published]]:
+    """Return the groups of a study's finished runs, notes on missing runs, and the published numbers.
+
+    `path`, `workspace`: the study's, as the user gave them.
+    """
     axes = study.config.compared_axes
     found: list[RunRecord] = []
     absent: list[MissingRun] = []
@@ -150,11 +154,9 @@ def _load_study_groups(
             found.append(replace(run, data=(cell.data, record.data), whole=record.whole))
         except ConfigError as error:
             record = current_record(cell.folder)
-            state = "still running" if record.state == "locked" else f"not done ({record.state})"
-            why_missing = f"{record.state}: {record.reason}" if record.reason else state
-            if record.state == "done":
-                why_missing = shown(str(error).replace("\n", "; "), 300)
-            absent.append(MissingRun(labels, cell.load().training.seed, why_missing))
+            known = {"locked": "still running", "done": shown(str(error).replace("\n", "; "), 300)}
+            state = f"{record.state}: {record.reason}" if record.reason else f"not done ({record.state})"
+            absent.append(MissingRun(labels, cell.load().training.seed, known.get(record.state, state)))
     if not found:
         data = ["--data", "FOLDER"] if any(cell.load().data.phantoms is None for cell in study.cells()) else []
         command = study_command("study run", path, study.size, workspace, *data)
@@ -172,48 +174,14 @@ def _load_study_groups(
 
 def _check_metric_and_method(groups: Sequence[Group], metric: str, against: str) -> None:
     """Raise ConfigError if no run has the metric, or no group has the method."""
-    scored = {
-        name.split("/", 2)[2]
-        for g in groups
-        for run in g.runs.values()
-        for one in run.latest_scores.values()
-        for name in one
-        if name.count("/") > 1
-    }
+    scores = [one for group in groups for run in group.runs.values() for one in run.latest_scores.values()]
+    scored = {name.split("/", 2)[2] for one in scores for name in one if name.count("/") > 1}
     if metric and metric not in scored:
         some = ", ".join(sorted(name for name in scored if not name.startswith("confusion"))[:12])
         raise ConfigError(f"--metric: {shown(metric, 80)!r}: no run has it; take one of {some}")
     methods = list(dict.fromkeys(method for group in groups for method in group.methods))
     if against and against not in methods:
         raise ConfigError(f"--against: {shown(against, 80)!r}: no such method; take one of {'; '.join(methods[:12])}")
-
-
-def _format_tables(
-    format: TableFormat,
-    found: Sequence[Group],
-    tables: Sequence[Table],
-    notes: Sequence[str],
-    source: str,
-    stage: Stage,
-    file: bool,
-) -> str:
-    """Return the comparison in a format. Plain text is as wide as the terminal, or FILE_WIDTH for a `file`."""
-    if format == "csv":
-        show((f"note: {shown(note, 2000)}" for note in notes), errors=True)
-        return as_csv(found)
-    if format == "json":
-        return as_json(found, tables, notes) + "\n"
-    if format == "html":
-        return call(f"{PAGES}:study_page", Path(source).stem, source, found, tables, notes, stage)
-    if format != "txt":
-        return (markdown_text if format == "md" else latex_text)(tables, notes)
-    console = Console(width=FILE_WIDTH) if file else table_console()
-    with console.capture() as written:
-        for table in tables:
-            console.print(terminal_table(table, console.width))
-        for note in notes:
-            console.print(rich_line(f"note: {note}", "yellow", limit=2000))
-    return written.get()
 
 
 # report ----------------------------------------------------------------------------------------------------------------

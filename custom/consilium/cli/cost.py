@@ -17,13 +17,13 @@ from consilium.cli.options import (
     gpu_hours,
     load,
 )
-from consilium.core.errors import ConfigError
+from consilium.core.errors import raise_first
 from consilium.core.sanitize import count_with_noun
 from consilium.estimates.communication import bottleneck_counts, compare as costs_of, masking_protection_text, run_bytes
 from consilium.estimates.flops import Samples, flops_per_sample, generated_samples, run_flops, step_flops
 from consilium.estimates.memory import StepMemory, memory_of, remedies
 from consilium.federation.job import Job, assemble_job
-from consilium.federation.trainable_checks import describe_trained_tensors
+from consilium.federation.job_checks import describe_trained_tensors
 from consilium.report.tables import Table, columns, size_text
 from consilium.training.device import has_native_bf16
 
@@ -41,11 +41,8 @@ def cost(
     config, source = load(job, override or [])
     hides = masking_protection_text(config)
     ready = assemble_job(config, source)
-    costs, bottlenecks, trained = (
-        costs_of(ready),
-        bottleneck_counts(ready),
-        describe_trained_tensors(config.adapter, ready.initial),
-    )
+    costs, bottlenecks = costs_of(ready), bottleneck_counts(ready)
+    trained = describe_trained_tensors(config.adapter, ready.initial)
     whole, computes = run_bytes(ready, costs[0], sites), _count_flops(ready, sites, samples, tested)
     hours = {"gpu_hours": gpu_hours(computes["run"], tflops), "tflops": tflops} if "run" in computes else {}
     own = {
@@ -62,17 +59,10 @@ def cost(
         if bottlenecks:
             k, each, low, saved = bottlenecks.values()
             yield f"{k} adapters of {each:,} parameters; {low} are sent: {saved:g} times fewer bytes than all of them"
-        rows = []
-        for index, one in enumerate(costs):
-            numbers = (one.trainable, one.up, one.down, one.total_parameters)
-            rows.append(
-                [
-                    one.strategy + " *" * (index == 0),
-                    *(f"{n:,}" for n in numbers),
-                    size_text(one.bytes_up),
-                    size_text(one.bytes_down),
-                ]
-            )
+        rows = [[one.strategy, *(f"{n:,}" for n in (one.trainable, one.up, one.down, one.total_parameters))] for one in costs]
+        for row, one in zip(rows, costs, strict=True):
+            row += map(size_text, (one.bytes_up, one.bytes_down))
+        rows[0][0] += " *"
         heads = columns("strategy", "trainable", "up", "down", "up + down", "bytes up", "bytes down")
         yield Table(f"{config.name}: parameters per site and round; * this job", heads, rows)
         mib = {name: size_text(count) for name, count in whole.items()}
@@ -131,11 +121,12 @@ def fit(
 ) -> None:
     """Predict the peak memory of a training step, and which changes reduce it. Needs no weights and no GPU."""
     check_finite(within=within)
-    if device == "cpu" and devices > 1:
-        raise ConfigError("--device cpu: is for one process; leave --devices and --sharded out")
+    problems = {
+        "--device cpu: is for one process; leave --devices and --sharded out": device == "cpu" and devices > 1,
+        "--sharded: is for several devices; give --devices too": sharded and devices == 1,
+    }
+    raise_first(problems)
     config, source = load(job, override or [])
-    if sharded and devices == 1:
-        raise ConfigError("--sharded: is for several devices; give --devices too")
     spread = (devices, sharded, device == "gpu")
     rows = {"as the job is": memory_of(assemble_job(config, source), *spread)}
     for said, changed in remedies(config, *spread[1:]):

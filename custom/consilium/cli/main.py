@@ -5,8 +5,7 @@ import io
 import os
 import sys
 from collections.abc import Mapping
-from importlib.util import find_spec
-from pathlib import Path
+from importlib import resources
 from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
@@ -19,6 +18,8 @@ from consilium.cli.resume_hint import FULL, disk_full_message, exit_interrupted,
 from consilium.core.errors import ConfigError, ConsiliumError, ExitCode
 from consilium.core.lazy import resolve
 from consilium.core.sanitize import LONGEST_LINE, rich_line
+
+CLI = "consilium.cli"
 
 # lazy ------------------------------------------------------------------------------------------------------------------
 # Commands whose modules are imported only when the command is called, so that the other commands and `--help` stay quick.
@@ -40,10 +41,8 @@ class LazyCommand(TyperCommand):
     def read_help(self) -> None:
         """Take the help from the function's docstring in its file, without importing it."""
         module, _, function = self.target.partition(":")
-        spec = find_spec(module)
-        assert spec is not None
-        assert spec.origin is not None
-        for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
+        text = resources.files(CLI).joinpath(f"{module.rpartition('.')[2]}.py").read_text(encoding="utf-8")
+        for node in ast.parse(text).body:
             if isinstance(node, ast.FunctionDef) and node.name == function:
                 self.help = ast.get_docstring(node)
 
@@ -56,11 +55,11 @@ class Group(NamedTuple):
 
 
 class LazyGroup(TyperGroup):
-    """A group of commands. `table`: commands and groups by name, under the panel of the help that lists them."""
+    """A group of commands; `table`: by name, under the panel of the help that lists them. By default all of the program's."""
 
-    def __init__(self, table: Mapping[str | None, Mapping[str, str | Group]], **attrs: Any) -> None:
+    def __init__(self, table: Mapping[str | None, Mapping[str, str | Group]] | None = None, **attrs: Any) -> None:
         super().__init__(**attrs)
-        for panel, entries in table.items():
+        for panel, entries in (COMMANDS if table is None else table).items():
             for name, entry in entries.items():
                 if isinstance(entry, str):
                     self.add_command(LazyCommand(name, entry, panel))
@@ -69,6 +68,13 @@ class LazyGroup(TyperGroup):
                         {None: entry.commands}, name=name, help=entry.help, rich_help_panel=panel, no_args_is_help=True
                     )
                     self.add_command(group)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Import and call the command. After Ctrl-C, print that it was interrupted, unless the command has done so."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            exit_interrupted("")
 
     def format_help(self, *args: Any) -> None:
         """Write the help. Only this reads the commands' docstrings."""
@@ -80,7 +86,6 @@ class LazyGroup(TyperGroup):
 
 # main ------------------------------------------------------------------------------------------------------------------
 
-CLI = "consilium.cli"
 RUN, USE, DATA, DEPLOYMENT, SITE = "Run and compare", "Use a model", "Data and privacy", "Deployment", "At a site"
 COMMANDS: dict[str | None, dict[str, str | Group]] = {
     RUN: {
@@ -94,68 +99,50 @@ COMMANDS: dict[str | None, dict[str, str | Group]] = {
         ),
     },
     USE: {
-        **{name: f"{CLI}.predict_evaluate:{name}" for name in ("predict", "evaluate")},
-        "export-model": f"{CLI}.export_model:export_model",
-        "models": Group(
-            "Import language models: GGUF files, folders, adapters.", {"import": f"{CLI}.models_import:models_import"}
-        ),
+        **{name: f"{CLI}.model_commands:{name}" for name in ("predict", "evaluate")},
+        "export-model": f"{CLI}.models:export_model",
+        "models": Group("Import language models: GGUF files, folders, adapters.", {"import": f"{CLI}.models:models_import"}),
     },
     DATA: {
         "data": Group(
             "Import data sets, check, split and partition data lists, generate phantoms.",
             {
-                **{name: f"{CLI}.data_lists:data_{name}" for name in ("check", "split", "stats")},
-                "import": f"{CLI}.data_import:data_import",
-                "cache": f"{CLI}.data_lists:data_cache",
-                **{name: f"{CLI}.data_import:data_{name}" for name in ("phantoms", "partition")},
+                **{name: f"{CLI}.data_commands:data_{name}" for name in ("check", "split", "stats")},
+                "import": f"{CLI}.data_commands:data_import",
+                "cache": f"{CLI}.data_commands:data_cache",
+                **{name: f"{CLI}.data_commands:data_{name}" for name in ("phantoms", "partition")},
             },
         ),
         "privacy": Group(
             "Plan a privacy budget, read a site's ledger, attack a model.",
             {
-                **{name: f"{CLI}.privacy_attacks:{name}" for name in ("attack", "invert")},
+                **{name: f"{CLI}.model_commands:{name}" for name in ("attack", "invert")},
                 "plan": f"{CLI}.privacy_plan:plan",
-                **{name: f"{CLI}.privacy_ledger:{name}" for name in ("ledger", "sums", "accept")},
+                **{name: f"{CLI}.site_records:{name}" for name in ("ledger", "sums", "accept")},
             },
         ),
     },
     DEPLOYMENT: {
-        **{name: f"{CLI}.submit:{name}" for name in ("submit", "resume")},
+        **{name: f"{CLI}.submit:{name}" for name in ("export", "submit", "resume")},
         **{name: f"{CLI}.jobs:{name}" for name in ("status", "abort", "download")},
         "sites": f"{CLI}.sites:sites",
         "poc": f"{CLI}.poc:poc",
         "provision": f"{CLI}.kits:provision",
-        "export": f"{CLI}.export:export",
         **{name: f"{CLI}.kits:{name}" for name in ("allow", "revoke", "renew", "prepare")},
     },
     SITE: {
-        "approve": f"{CLI}.approve:approve",
-        "doctor": f"{CLI}.doctor:doctor",
+        "approve": f"{CLI}.site_checks:approve",
+        "doctor": f"{CLI}.site_checks:doctor",
         "update-kit": f"{CLI}.kits:update_kit",
         **{name: f"{CLI}.kits:{name}" for name in ("lock", "unlock", "stop")},
         "metrics": f"{CLI}.kits:metrics",
-        "audit": f"{CLI}.audit:audit",
         "serve": f"{CLI}.serve:serve",
-        **{name: f"{CLI}.site_evidence:{name}" for name in ("evidence", "forget")},
+        **{name: f"{CLI}.site_records:{name}" for name in ("audit", "evidence", "forget")},
     },
 }
 
 
-class Consilium(LazyGroup):
-    """All commands."""
-
-    def __init__(self, **attrs: Any) -> None:
-        super().__init__(COMMANDS, **attrs)
-
-    def invoke(self, ctx: Any) -> Any:
-        """Import and call the command. After Ctrl-C, print that it was interrupted, unless the command has done so."""
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            exit_interrupted("")
-
-
-app = typer.Typer(cls=Consilium, no_args_is_help=True, add_completion=False)
+app = typer.Typer(cls=LazyGroup, no_args_is_help=True, add_completion=False)
 
 
 def _print_version(wanted: bool) -> None:

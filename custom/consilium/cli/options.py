@@ -15,8 +15,7 @@ from rich.console import Console, RenderableType
 from rich.progress import Progress, ProgressColumn
 from rich.text import Text
 
-from consilium.config.job import JobConfig, job_file, load_job
-from consilium.config.overrides import parse_override
+from consilium.config.job import JobConfig, job_file, load_job, parse_override
 from consilium.config.site import plugins_allowed_by_kit
 from consilium.core.errors import ConfigError
 from consilium.core.registry import NO_PLUGINS, Plugins

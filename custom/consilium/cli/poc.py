@@ -16,8 +16,7 @@ from consilium.cli.jobs import exit_code, watch_job
 from consilium.cli.options import CheckpointsOption, FormatOption, SetOption
 from consilium.cli.resume_hint import FULL, disk_full_message, exit_interrupted, stop_on_signals
 from consilium.config.deployment import SITE_NAME
-from consilium.config.job import load_job
-from consilium.config.overrides import parse_override
+from consilium.config.job import load_job, parse_override
 from consilium.config.site import Given, find_site
 from consilium.core.errors import ConfigError, ConsiliumError, JobError, UnreachableError
 from consilium.core.lazy import call

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import typer
+import yaml
 from rich.text import Text
 
 from consilium.cli.options import Format, emit, show
-from consilium.cli.privacy_ledger import privacy_claim_text
 from consilium.config.job import JobConfig, load_run_job
 from consilium.core.sanitize import rich_line, shown
 from consilium.report.live_view import ENDING, early_stop_text
@@ -21,6 +21,16 @@ from consilium.report.tables import Table
 from consilium.report.untrusted_files import read_json
 
 METRICS_NOTE = "Scores above are of a simulation; no noise protects them, and in a deployment they stay at the site."
+
+
+def privacy_claim_text(folder: Path) -> str | None:
+    """Return the privacy claim of the finished run in `folder`; None for a run without privacy."""
+    if (folder / "privacy.json").is_file():
+        return json.loads((folder / "privacy.json").read_text())["claim"]
+    private = yaml.safe_load((folder / "job.yaml").read_text()).get(
+        "privacy"
+    )  # at record level only the sites know the epsilon
+    return f"{private['unit']} level, each site by its own data: consilium privacy ledger {folder}" if private else None
 
 
 def join_pictures_and_print(folder: Path, losses: dict[str, float], sites: list[str], format: Format) -> None:

@@ -8,9 +8,13 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from consilium.cli.options import FormatOption, check_finite, emit
+from consilium.cli.options import (
+    FormatOption,
+    check_finite,
+    emit,
+)
 from consilium.config.privacy import RecordLevelDpConfig, SiteLevelDpConfig
-from consilium.core.errors import ConfigError
+from consilium.core.errors import ConfigError, raise_first
 from consilium.core.schema import validate
 from consilium.privacy.plan import Plan, noise_to_signal, plan_of_releases, printed_plan
 from consilium.privacy.secagg.terms import Terms, default_threshold
@@ -64,20 +68,19 @@ def plan(
     """
     check_finite(epsilon=epsilon, delta=delta, clip=clip)
     wanted = ("exact", "prv", "rdp") if accountant == "all" else (accountant,)
-    if unknown := set(wanted) - {"exact", "prv", "rdp"}:
-        raise ConfigError(f"--accountant: {unknown.pop()!r}: expected exact, prv, rdp or all")
-    if calibration == "paper" and not samples:
-        raise ConfigError("--calibration paper: makes its noise from the number of training images; give --samples")
     paper = calibration == "paper"
-    if paper and sample_rate:
-        raise ConfigError(
-            "--sample-rate: the paper's calibration (--calibration paper) draws no records of all sites; leave it out"
-        )
-    shares = _count_honest_shares(sites, threshold, colluders) if not paper else None
-    if sample_rate and shares is None:
-        raise ConfigError(
-            f"--sites: {sites} with {colluders} colluders have no sum that shows nobody; add sites or lower --colluders"
-        )
+    shares = None if paper else _count_honest_shares(sites, threshold, colluders)
+    problems = {
+        f"--accountant: {accountant!r}: expected exact, prv, rdp or all": not {"exact", "prv", "rdp"}.issuperset(wanted),
+        "--calibration paper: makes its noise from the number of training images; give --samples": paper and not samples,
+        "--sample-rate: the paper's calibration (--calibration paper) draws no records of all sites; leave it out": (
+            paper and sample_rate
+        ),
+        f"--sites: {sites} with {colluders} colluders have no sum that shows nobody; add sites or lower --colluders": (
+            sample_rate and shares is None
+        ),
+    }
+    raise_first(problems)
     drawn = {"samples": samples, "batch_size": batch_size, "local_steps": local_steps, "tensors": tensors}
     about: dict[str, Any] = {
         "epsilon": epsilon,
@@ -142,9 +145,8 @@ def _count_honest_shares(sites: int, threshold: int, colluders: int) -> int | No
     if not threshold:
         return None
     least = max((sites + colluders) // 2 + 1, colluders + 2)
-    among = f"of {sites} sites with {colluders} colluders"
     can = f"use {least} to {sites}" if least <= sites else "there can be none; add sites or lower --colluders"
-    raise ConfigError(f"--threshold: {threshold}: {among} {can}")
+    raise ConfigError(f"--threshold: {threshold}: of {sites} sites with {colluders} colluders {can}")
 
 
 def _lines(options: Mapping[str, Any], found: dict[str, Any]) -> Iterator[Table | str]:

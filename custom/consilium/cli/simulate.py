@@ -1,31 +1,33 @@
 """The command `consilium simulate`."""
 
+import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 from rich.console import Console
-from rich.status import Status
 
-from consilium.cli.options import CheckpointsOption, FormatOption, JobArgument, SetOption, show
+from consilium.cli.options import CheckpointsOption, FormatOption, JobArgument, SetOption, load, show
 from consilium.cli.resume_hint import print_resume_hint, stop_on_signals
+from consilium.config.job import job_file
 from consilium.config.site import Given, TrackingConfig, find_site
-from consilium.core.errors import ConfigError, ConsiliumError
+from consilium.core.errors import ConfigError, ConsiliumError, raise_first
 from consilium.core.lazy import call
 from consilium.core.sanitize import rich_line, shown
 from consilium.core.schema import validate
 from consilium.data.folders import describe_renames, folder_of
 from consilium.federation.simulated_sites import check_same_sites, read_recorded_sites, site_names, unused_state_warning
 from consilium.flare.job.simulator import Simulator
+from consilium.flare.kit.processes import is_word
 from consilium.report.live_view import LiveView
 from consilium.report.tracking import check_installed
-from consilium.tasks.registry import Scores
+from consilium.tasks.registry import TASKS, Scores
 
-PREPARE = "consilium.cli.simulate_prepare"
-
-
+LOADING = "loading PyTorch and the job ..."
+"""The message while the job is prepared, shown in a terminal only."""
 Engine = Literal["inprocess", "flare"]
 """The engines of a simulation."""
 
@@ -87,14 +89,14 @@ def simulate(
 ) -> None:
     """Run a job on this machine, show its progress, and print a table of each site's scores."""
     overrides = [*(override or []), *([f"training.rounds={rounds}"] if rounds else [])]
-    if workers and engine == "flare":
-        raise ConfigError("--workers: only with --engine inprocess; FLARE has a process for every site")
-    if together > 1 and (workers or engine == "flare"):
-        raise ConfigError("--together: only in one process; leave --workers and --engine out")
-    tracking = None
-    if mlflow:
+    problems = {
+        "--workers: only with --engine inprocess; FLARE has a process for every site": workers and engine == "flare",
+        "--together: only in one process; leave --workers and --engine out": together > 1 and (workers or engine == "flare"),
+    }
+    raise_first(problems)
+    tracking = validate(TrackingConfig, {"mlflow": mlflow}, Path("--mlflow")) if mlflow else None
+    if tracking:
         check_installed()
-        tracking = validate(TrackingConfig, {"mlflow": mlflow}, Path("--mlflow"))
     given = Given(data and data.resolve(), checkpoints and checkpoints.resolve(), tracking)
     names = site_names(sites, data)
     for note in describe_renames({folder_of(data, name).name: name for name in names} if data else {}):
@@ -127,10 +129,47 @@ def remove_empty_on_refusal(folder: Path) -> Iterator[None]:
         raise
 
 
+def prepare(request: RunRequest) -> tuple[Any, PreparedRun]:
+    """Return the job and its run's folder, which is made for a new run.
+
+    Raises ConfigError, before anything is written, for a job that cannot run, and for a folder that has another run, has no run
+    to resume or cannot be written to.
+    """
+    config, source = load(request.job, request.overrides)
+    folder = request.workspace or Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    job = call("consilium.federation.job:assemble_job", config, source)
+    if request.engine == "flare" and not is_word(str(folder.resolve())):
+        raise ConfigError(f"--workspace: {folder}: FLARE's simulator needs a path without spaces, quotes and #; give another")
+    try:
+        if not request.resume:
+            folder.mkdir(parents=True, exist_ok=True)
+        used = (folder / "metrics.jsonl").exists()
+    except OSError as error:
+        raise ConfigError(f"--workspace: {shown(folder, 80)}: cannot be made ({error.strerror}); give another folder") from None
+    problems = {
+        f"--workspace: {folder} holds a run; give another folder, or --resume to go on with it": used and not request.resume,
+        f"--resume: {folder} holds no run; give the --workspace of the run to go on with": request.resume and not used,
+        "--resume: only with --engine inprocess": request.resume and request.engine == "flare",
+        f"--workspace: {folder}: cannot be written to; change its permissions or give another folder": not os.access(
+            folder, os.W_OK | os.X_OK
+        ),
+    }
+    raise_first(problems)
+    return job, PreparedRun(folder, config.training.rounds, config.title, TASKS[config.task.name].scores(config.task))
+
+
+def export(request: RunRequest) -> tuple[Path, PreparedRun]:
+    """Export the job for FLARE. Return its job folder, and the PreparedRun that `prepare` returns. Raises ConfigError."""
+    job, prepared = prepare(request)
+    with remove_empty_on_refusal(prepared.folder):
+        call("consilium.flare.job.job_context:check_federated", job, job_file(request.job))
+        return call("consilium.flare.job.recipe:export_simulation_job", job.config, prepared.folder, request.sites), prepared
+
+
 def _simulate_in_process(request: RunRequest) -> tuple[Path, dict[str, float]]:
     """Run all sites without FLARE. Return the run's folder and each site's last training loss."""
-    with _loading_status():
-        job, prepared = call(f"{PREPARE}:prepare", request)
+    with Console(stderr=True).status(LOADING):
+        job, prepared = prepare(request)
     found = {name: find_site(name, request.given) for name in request.sites}
     with (
         remove_empty_on_refusal(prepared.folder),
@@ -157,16 +196,11 @@ def _simulate_over_flare(request: RunRequest) -> tuple[Path, dict[str, float]]:
     Another process checks and exports the job, so that this process, which only waits, never imports PyTorch.
     """
     with Simulator(request.sites) as simulator:
-        with _loading_status():
-            exported, prepared = simulator.run_in_child(call, f"{PREPARE}:export", request)
+        with Console(stderr=True).status(LOADING):
+            exported, prepared = simulator.run_in_child(export, request)
         with _view(request, prepared) as view:
             simulator.run(exported, prepared.folder, view, request.given)
     return prepared.folder, view.losses
-
-
-def _loading_status() -> Status:
-    """Return the message to show while PyTorch and the job are loaded."""
-    return Console(stderr=True).status("loading PyTorch and the job ...")  # shown in a terminal only
 
 
 def _view(request: RunRequest, prepared: PreparedRun) -> LiveView:

@@ -87,26 +87,26 @@ def site_rows(found: Mapping[str, Any], now: float) -> list[dict[str, Any]]:
     each if its process at the site is "running" or "starting". If there is no process, the state is "sent". `health` is of
     connected sites only.
     """
-    return [_row(name, one, found["server"], now) for name, one in found["sites"].items()]
-
-
-def _row(name: str, one: Mapping[str, Any], server: Mapping[str, Any], now: float) -> dict[str, Any]:
-    days = None if "certificate_ends" not in one else int((one["certificate_ends"] - now) // 86400)
-    ago = round(max(now - one["last_seen"], 0.0)) if "last_seen" in one else None
-    return {
-        "site": name,
-        "state": one.get("cause") or "gone" if not one["here"] else "silent" if ago is None or ago > SILENT else "here",
-        "seen_seconds_ago": ago,
-        "version": one.get("version"),
-        "protocol": one.get("protocol"),
-        "libraries": one.get("libraries", {}),
-        "clock_ahead_seconds": one.get("skew"),
-        "certificate_days_left": days,
-        "jobs": one["jobs"],
-        "job_states": {job: one["processes"].get(job, "sent") if "processes" in one else None for job in one["jobs"]},
-        "health": one.get("health") if one["here"] else None,
-        "notes": _notes(one, server, days),
-    }
+    rows = []
+    for name, one in found["sites"].items():
+        days = None if "certificate_ends" not in one else int((one["certificate_ends"] - now) // 86400)
+        ago = round(max(now - one["last_seen"], 0.0)) if "last_seen" in one else None
+        row = {
+            "site": name,
+            "state": one.get("cause") or "gone" if not one["here"] else "silent" if ago is None or ago > SILENT else "here",
+            "seen_seconds_ago": ago,
+            "version": one.get("version"),
+            "protocol": one.get("protocol"),
+            "libraries": one.get("libraries", {}),
+            "clock_ahead_seconds": one.get("skew"),
+            "certificate_days_left": days,
+            "jobs": one["jobs"],
+            "job_states": {job: one["processes"].get(job, "sent") if "processes" in one else None for job in one["jobs"]},
+            "health": one.get("health") if one["here"] else None,
+            "notes": _notes(one, found["server"], days),
+        }
+        rows.append(row)
+    return rows
 
 
 def _notes(one: Mapping[str, Any], server: Mapping[str, Any], days: int | None) -> list[str]:

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -38,6 +39,7 @@ StudyArgument = Annotated[Path, typer.Argument(help="a study's file, or its name
 SmokeOption = Annotated[bool, typer.Option("--smoke", help="take seconds: a tiny model and generated data")]
 SmallOption = Annotated[bool, typer.Option("--small", help="take minutes: test the pipeline on your data, not the methods")]
 DataOption = Annotated[Path | None, typer.Option(help="folder with a folder per site, as in `consilium simulate`")]
+_line = partial(rich_line, limit=4000)
 
 
 def study_show(
@@ -56,15 +58,12 @@ def study_show(
         with errors.collect_errors(cell.labels):
             sizes[cell.id] = bytes_of(cell)
     errors.raise_if_any()
-    rows = []
-    for cell in cells:
-        one = records[cell.id]
-        more = {
-            "outdated": one.is_outdated(strategy_code_digest(cell.load())),
-            "labels": cell.labels,
-            "folder": str(cell.folder),
-        }
-        rows.append(vars(one) | more | {"bytes": sizes[cell.id]})
+    rows = [
+        vars(records[cell.id])
+        | {"outdated": records[cell.id].is_outdated(strategy_code_digest(cell.load()))}
+        | {"labels": cell.labels, "folder": str(cell.folder), "bytes": sizes[cell.id]}
+        for cell in cells
+    ]
     told = {"study": chosen.name, "cells": rows, "excluded": chosen.excluded()}
     emit(told, _lines(chosen, records, sizes), format)
 
@@ -131,15 +130,13 @@ def _run(study: Study, only: list[str], given: Given, workers: int, again: bool)
     show(_outdated_lines({name: stands for name, stands in there.items() if stands[0].state != "done"}))
     with StudyView(Console(), study.heading, cells, workers) as view:
         ended = run_study(cells, workers, view)
-    failed = [one.cell.display_name for one in cells if ended[one.cell.id].state == "failed"]
+    failed = [one.cell for one in cells if ended[one.cell.id].state == "failed"]
     done = sum(ended[one.cell.id].state == "done" for one in cells)
     show([_line(f"{done} of {len(cells)} cells done; the runs are in {study.workspace / 'cells'}")])
     show(_outdated_lines({one.cell.display_name: (ended[one.cell.id], one.code) for one in cells}))
-    for one in cells:
-        if (ended_so := ended[one.cell.id]).state == "failed":
-            show(
-                [_line(f"{one.cell.display_name}: failed: {ended_so.reason}; its text is in {log_of(one.cell.folder)}", "red")]
-            )
+    for cell in failed:
+        text = f"{cell.display_name}: failed: {ended[cell.id].reason}; its text is in {log_of(cell.folder)}"
+        show([_line(text, "red")])
     return done, len(failed)
 
 
@@ -151,9 +148,10 @@ def _changed_data(cells: list[Planned], given: Given) -> Iterator[Text]:
     stored = [(one, stored_record(one.cell.folder)) for one in cells]
     moved = [record for one, record in stored if has_other_data(record, one)]
     if given.data is None and (source := next((record.source for record in moved if record.source), "")):
-        count = count_with_noun(len(moved), "run")
-        what = f"{count} of this study read {source}"
-        raise ConfigError(f"--data: missing; {what}; add --data {shlex.quote(source)}, or use another --workspace")
+        raise ConfigError(
+            f"--data: missing; {count_with_noun(len(moved), 'run')} of this study read {source}; add --data "
+            f"{shlex.quote(source)}, or use another --workspace"
+        )
     if moved:
         yield _line(f"{count_with_noun(len(moved), 'run')} on other data: moved to set-aside", "yellow")
     if back := sum(is_restorable(one) for one, record in stored if record.state != "done" or has_other_data(record, one)):
@@ -165,13 +163,10 @@ def _outdated_lines(standing: Mapping[str, tuple[CellRecord, str]]) -> Iterator[
 
     `standing`: by cell name its record and the digest of its present code.
     """
-    older = {name: record.state == "done" for name, (record, code) in standing.items() if record.is_outdated(code)}
-    remedies = {"begun": "`consilium study run` sets that aside and begins anew"}
-    for how, remedy in (remedies | {"done": "`consilium study run --again` runs them anew"}).items():
-        if names := [name for name, done in older.items() if done is (how == "done")]:
+    older = {name: record.state for name, (record, code) in standing.items() if record.is_outdated(code)}
+    begun = [name for name, state in older.items() if state != "done"], "`consilium study run` sets that aside and begins anew"
+    done = [name for name, state in older.items() if state == "done"], "`consilium study run --again` runs them anew"
+    for how, (names, remedy) in {"begun": begun, "done": done}.items():
+        if names:
             what = f"{count_with_noun(len(names), 'cell')} {how} by code that has changed since"
             yield _line(f"{what}: {first_names_text(names, 3)}; {remedy}", "yellow")
-
-
-def _line(text: str, style: str = "") -> Text:
-    return rich_line(text, style, limit=4000)

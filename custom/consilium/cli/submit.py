@@ -1,4 +1,4 @@
-"""The commands `consilium submit` and `resume`, which start or continue a run on a federation."""
+"""The commands `consilium export`, `submit` and `resume`: a job for a federation, and its runs there."""
 
 import time
 from contextlib import nullcontext
@@ -10,16 +10,31 @@ from rich.console import Console
 
 from consilium.cli.jobs import KitOption, exit_code, status_lines, watch_job
 from consilium.cli.options import Format, FormatOption, JobArgument, SetOption, emit, show
-from consilium.config.job import load_job
-from consilium.config.overrides import parse_override
+from consilium.config.job import load_job, parse_override
 from consilium.core.errors import JobError
 from consilium.core.sanitize import rich_line
 from consilium.flare.admin.session import Admin, connect
 from consilium.flare.admin.submission_folder import delete_on_failure, prepare, prepare_resume
+from consilium.flare.job.recipe import export as write_job_folder
 
 WaitOption = Annotated[bool, typer.Option("--wait", help="watch the job until it ends; exit code 1 if it fails")]
 PATIENCE = 120.0
 """Seconds to wait for an experiment's former sites before it is resumed."""
+
+
+def export(
+    job: JobArgument,
+    output: Annotated[Path, typer.Option("--output", "-o", help="folder in which to make a folder with the job's name")],
+    bundle: Annotated[
+        bool, typer.Option("--bundle", help="copy this package into app/custom, for sites that allow custom code (BYOC)")
+    ] = False,
+    format: FormatOption = "txt",
+) -> None:
+    """Write a job as a FLARE job folder to submit: configuration only, or with the package for sites that lack it."""
+    folder = write_job_folder(job, output, bundle)
+    size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+    what = "with the package, so sites need BYOC allowed" if bundle else "configuration only, no code"
+    emit({"job": str(folder), "bytes": size, "bundle": bundle}, [f"{folder}: {size / 1024:,.0f} KiB, {what}"], format)
 
 
 def submit(

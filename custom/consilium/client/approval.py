@@ -9,7 +9,6 @@ value anywhere, for example by `--set`, gives a different digest. So does an upd
 import getpass
 import hashlib
 import json
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,6 @@ from consilium.core.storage import read_json, write_json
 FILE = "approved.json"
 """The file of approvals in the kit's local/, beside site.yaml. No job writes into that folder."""
 JOB, CLIENT, SERVER = "config/job.yaml", "config/config_fed_client.json", "config/config_fed_server.json"
-CONFIGURATION, PLUGINS = "configuration", "plugins"
-"""Additional keys in the record of a job with plug-ins: the digest without plug-ins, and the plug-ins."""
 FLARE_ADDS = frozenset({".__nvfl_sig.json", ".__nvfl_submitter.crt"})
 """FLARE's signature files in a submitted job, one pair per folder. They depend on the submitter, so no digest covers them."""
 
@@ -35,11 +32,6 @@ def digest(app: Path, config: JobConfig) -> str:
 
     Raises ConfigError if config_fed_client.json, which has the site's components, cannot be read.
     """
-    return _digests(app, config)[0]
-
-
-def _digests(app: Path, config: JobConfig) -> tuple[str, str, Mapping[str, str]]:
-    """Return (the digest of a job, the digest without plug-ins, the plug-ins). Without plug-ins both digests are equal."""
     try:
         # FLARE accepts other names and formats of this file, but a site cannot approve them
         client = json.loads((app / CLIENT).read_text(encoding="utf-8"), object_hook=_sort_tasks)
@@ -54,11 +46,10 @@ def _digests(app: Path, config: JobConfig) -> tuple[str, str, Mapping[str, str]]
         known = values.get(name)
         content = (app / name).read_bytes() if known is None else json.dumps(known, sort_keys=name == CLIENT).encode()
         parts += f"{hashlib.sha256(content).hexdigest()}  {name}\n"
-    configuration, plugins = hashlib.sha256(parts.encode()).hexdigest(), plugins_of(config)
-    if not plugins:
-        return configuration, configuration, plugins
-    both = json.dumps([configuration, sorted(plugins.items())])
-    return hashlib.sha256(both.encode()).hexdigest(), configuration, plugins
+    found = hashlib.sha256(parts.encode()).hexdigest()
+    if plugins := plugins_of(config):
+        found = hashlib.sha256(json.dumps([found, sorted(plugins.items())]).encode()).hexdigest()
+    return found
 
 
 def other_files(app: Path) -> list[str]:
@@ -71,29 +62,15 @@ def check_approved(app: Path, config: JobConfig, site: SiteConfig, local: Path) 
 
     `config`: the job of the app's job.yaml. The site will run this job. `local`: the kit's local/ folder.
     """
-    if site.approve is None:
+    if site.approve is None or (found := digest(app, config)) in read_approvals(local):
         return
-    (found, configuration, plugins), known = _digests(app, config), read_approvals(local)
-    if found in known:
-        return
-    change = ""  # how the plug-ins differ from those with which the same job was approved
-    if plugins and configuration in known:
-        change = f": its approval is of a version that did not look at plug-ins, and it uses {_describe_plugins(plugins)}"
-    elif plugins:
-        same = (one for one in known.values() if one.get(CONFIGURATION) == configuration and PLUGINS in one)
-        before = next((one[PLUGINS] for one in same), "")
-        change = f": it was approved with {before}, and here is {_describe_plugins(plugins)}" if before else ""
+    used = ", ".join(f"{package} {version}" for package, version in config.packages.items())
+    plugins = f"; with the plug-ins installed here ({used})" if used else ""
     raise RefusedError(
-        f"the job's digest {found} is not approved here (site.yaml: approve){change}; "
+        f"the job's digest {found} is not approved here (site.yaml: approve){plugins}; "
         f"review it and run: consilium approve {app} --kit {local.parent}",
         Reason.APPROVAL,
     )
-
-
-def _describe_plugins(plugins: Mapping[str, str]) -> str:
-    """Return packages, versions and the first digits of the digests of their code, as one line."""
-    parts = ((package, *told.rsplit(" ", 1)) for package, told in plugins.items())
-    return ", ".join(f"{package} {version} (code {code[:16]})" for package, version, code in parts)
 
 
 def read_approvals(local: Path) -> dict[str, dict[str, str]]:
@@ -117,11 +94,10 @@ def approve(app: Path, local: Path, plugins: Plugins = NO_PLUGINS, reviewed: str
     shown, "" for none. Raises ConfigError if the job cannot run or be read, or has changed since it was shown.
     """
     config = load_job(app / JOB, plugins=plugins)
-    found, configuration, used = _digests(app, config)
+    found = digest(app, config)
     if reviewed and found != reviewed:
         raise ConfigError(f"{app}: the job or a plug-in has changed since it was shown; nothing was approved; review it again")
     one = {"job": config.name, "time": datetime.now(UTC).isoformat(timespec="seconds"), "by": getpass.getuser()}
-    one |= {CONFIGURATION: configuration, PLUGINS: _describe_plugins(used)} if used else {}
     _write_approvals(local, read_approvals(local) | {found: one})
     return found
 

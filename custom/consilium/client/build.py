@@ -9,7 +9,7 @@ from torch import nn
 from consilium.client.client import Client
 from consilium.client.context import ClientContext
 from consilium.client.ddp import build_ranks
-from consilium.client.evaluator import check_compiler_enable_cache
+from consilium.client.evaluator import enable_embedding_cache
 from consilium.client.site_data import count_units, ledger_dataset_name, load_site_data, patient_warning, watch_files
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
@@ -25,6 +25,7 @@ from consilium.privacy.plan import make_plan
 from consilium.privacy.secagg.certificates import Identity
 from consilium.privacy.secagg.sum_ledger import GENERATED, SumLedger
 from consilium.tasks.base import Task
+from consilium.training.device import require_compiler
 
 
 def build_site(
@@ -153,5 +154,7 @@ def _build_client(
         shares_scores=shares_scores(job.config, site),
     )  # fmt: skip
     if site.base != "sharded":  # its ranks must run the encoder together, so none may skip it
-        check_compiler_enable_cache(job.config, model, task)
+        if job.config.training.compile:
+            require_compiler(next(model.parameters()).device)
+        enable_embedding_cache(job.config, model, task)
     return Client(context)

@@ -1,7 +1,7 @@
 """The client of one run: receives payloads, trains, evaluates, and stores its own tensors and its last reply."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -100,6 +100,7 @@ class Client:
         """The client's name in the federation."""
         return self.context.name
 
+    @with_model_on_ranks
     def prepare_round(self) -> None:
         """Check the data files, rehearse a DP-SGD step and start other devices, before a round is charged.
 
@@ -110,10 +111,6 @@ class Client:
         if self.context.plan is not None and self.context.config.dpsgd and not self._rehearsed:
             rehearse_step(self.context)
             self._rehearsed = True
-        self._start_gpu_processes()
-
-    @with_model_on_ranks
-    def _start_gpu_processes(self) -> None:
         if self.context.ranks:
             self.context.ranks.start_ranks()
 
@@ -263,7 +260,16 @@ class Client:
             metrics |= evaluator.evaluate_final(split, Stage.PRETRAINED, payload, examples)
         metrics |= context.skipped_samples_metric()
         self.models.write_models(run, models, metrics)
-        self._write_pictures(examples, context.folder / run, metrics)
+        about = {
+            "site": context.name,
+            "job": context.config.title,
+            "task": context.config.task.model_dump(mode="json"),
+            "metrics": metrics,
+            "privacy": context.plan.summary() if context.plan else None,
+        }
+        # a failed picture never loses the scores
+        for problem in examples.write(context.folder, about, lambda: diagnostics.draw(context.folder / run, context.folder)):
+            context.report_undrawn(problem)
         context.observer({"event": "metrics", "site": context.name, "round": payload.round, "metrics": metrics})
         return Payload(payload.round, payload.phase, {}, metrics=metrics)
 
@@ -280,19 +286,6 @@ class Client:
                 raise report.failure
             final = final | trainer.values()
         return self.models.build_personalized(final, payload, closing=True)
-
-    def _write_pictures(self, closing: Closing, run: Path, metrics: Mapping[str, float]) -> None:
-        """Write pictures and cases of the evaluation, which stay at the site. A failed picture never loses the scores."""
-        context, config = self.context, self.context.config
-        about = {
-            "site": context.name,
-            "job": config.title,
-            "task": config.task.model_dump(mode="json"),
-            "metrics": metrics,
-            "privacy": context.plan.summary() if context.plan else None,
-        }
-        for problem in closing.write(context.folder, about, lambda: diagnostics.draw(run, context.folder)):
-            context.report_undrawn(problem)
 
     def _state_path(self, run: str) -> Path:
         return self.context.folder / run / "state.safetensors"

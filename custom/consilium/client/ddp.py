@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from consilium.client.ddp_worker import (
     BlockRequest,
-    Failed,
     Phase,
     RankSetup,
     Share,
@@ -54,14 +53,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class FailedRank(RuntimeError):
-    """Raised if another rank has failed. `why`: the failure that it reported; `child`: its process."""
-
-    def __init__(self, why: Failed, child: ChildProcess) -> None:
-        super().__init__(why.line)
-        self.why, self.child = why, child
-
-
 class Ranks:
     """The other ranks of a site, one per further device.
 
@@ -86,40 +77,43 @@ class Ranks:
         if not self.sharded:
             yield model
             return
-        try:
+        with self.end_on_error(harmless=ConsiliumError):
             if not self.children:
                 model = build_model(self.config, self.site) if model is self._split else model
-                with self._end_on_error():
+                with self.end_on_error():
                     self._launch(model)
             yield model
-        except ConsiliumError:
-            raise
-        except (OSError, EOFError, RuntimeError) as error:
-            raise self.end_after_failure(error) from error
-        except BaseException:
-            self.end()
-            raise
 
     def start_joint_task(self, task: Task, values: Tensors, trained: set[str], scaling: float) -> "JointTask":
         """Return the task whose loss and gradient all ranks compute together. Raises ConsiliumError if a rank fails."""
         self.start_ranks()
-        with self._end_on_error():
+        with self.end_on_error():
             for child in self.children:
                 send_by_value(child.pipe, Phase(values, frozenset(trained), scaling))
         return JointTask(task, self, trained)
 
     def start_ranks(self) -> None:
         """Start the other ranks, unless they are running. If a rank fails, end all ranks and raise ConsiliumError."""
-        with self._end_on_error():
+        with self.end_on_error():
             if not self.children:
                 self._launch(None)
 
     @contextmanager
-    def _end_on_error(self) -> Iterator[None]:
+    def end_on_error(
+        self,
+        failures: tuple[type[Exception], ...] = (OSError, EOFError, RuntimeError),
+        harmless: type[Exception] | tuple[()] = (),
+    ) -> Iterator[None]:
+        """End all ranks if an error occurs in the block, unless it is `harmless`.
+
+        An error among `failures` may be of another rank; it becomes a ConsiliumError that names the rank.
+        """
         try:
             yield
-        except (OSError, EOFError, RuntimeError) as error:
-            raise self.end_after_failure(error) from None
+        except harmless:
+            raise
+        except failures as error:
+            raise self.end_after_failure(error) from error
         except BaseException:
             self.end()
             raise
@@ -136,7 +130,7 @@ class Ranks:
         for rank, child in enumerate(self.children, start=1):
             own = self.site.model_copy(update={"devices": self.site.devices[rank : rank + 1]})
             send_by_value(child.pipe, RankSetup(settings, packages, own, self.data, self.place, rank, size))
-        _wait_until_ready(self.children)
+        self._wait_until_ready(self.children)
         self._group = join_process_group(store, 0, size)
         if model is not None:
             self._split = model
@@ -146,7 +140,7 @@ class Ranks:
         for some in [[child] for child in self.children] if self.sharded else [self.children]:
             for child in some:
                 send_by_value(child.pipe, None)  # it may read the base model
-            _wait_until_ready(some)
+            self._wait_until_ready(some)
 
     def _request_block_parts(self, block: int) -> None:
         """Ask the other ranks for their parts of a block, unless all ranks are computing the block together.
@@ -186,14 +180,20 @@ class Ranks:
         assert self._group is not None  # `start_joint_task` has created it
         return self._group
 
-    def end_after_failure(self, error: Exception) -> ConsiliumError:
-        """End all ranks; return the error, with the failure that a rank reported, if one did."""
-        heard = ((found, child) for child in self.children if (found := _failure_of(child)))
-        found, child = (error.why, error.child) if isinstance(error, FailedRank) else next(heard, (as_failure(error), None))
+    def _wait_until_ready(self, children: list[ChildProcess]) -> None:
+        """Wait until ranks are ready. Raises ConsiliumError for a reported failure, OSError or EOFError for an ended rank."""
+        for child in children:
+            if found := receive(child.pipe):
+                raise self.end_after_failure(found, child)
+
+    def end_after_failure(self, error: Exception, child: ChildProcess | None = None) -> ConsiliumError:
+        """End all ranks; return the site's error. `child`: the rank that reported `error`, by default one that has failed."""
+        if child is None:
+            error, child = next(((found, one) for one in self.children if (found := _failure_of(one))), (error, None))
         rank = self.children.index(child) + 1 if child else 0
         who = f"rank {rank} on {self.site.devices[rank]}: " if child else ""
         self.end()
-        return rank_error(who, found)
+        return rank_error(who, error if isinstance(error, ConsiliumError) else as_failure(error))
 
     def end(self) -> None:
         """End all other ranks."""
@@ -214,31 +214,24 @@ def training_only(data: DataList) -> DataList:
     return replace(data, splits=training, loading=Loading(prechecked=True, ignore_unfit=data.loading.ignore_unfit))
 
 
-def rank_error(who: str, what: Failed) -> ConsiliumError:
-    """Return the site's error for a failed rank. `who`: the rank, for the message; `what`: its failure."""
-    found = ConsiliumError(f"site.yaml: devices: {who}{what.line}", Reason.TRAINING)
-    found.told = what.told and f"site.yaml: devices: {who}{what.told}"
-    if what.trace:
-        found.add_note(what.trace)
+def rank_error(who: str, failure: ConsiliumError) -> ConsiliumError:
+    """Return the site's error for a failed rank. `who`: the rank, for the message."""
+    where = f"site.yaml: devices: {who}"
+    found = ConsiliumError(f"{where}{failure}", Reason.TRAINING, failure.told and f"{where}{failure.told}")
+    for note in getattr(failure, "__notes__", ()):
+        found.add_note(note)
     return found
 
 
-def _wait_until_ready(children: list[ChildProcess]) -> None:
-    """Wait until all ranks are ready. Raises FailedRank for a reported failure, OSError or EOFError for an ended process."""
-    for child in children:
-        if found := receive(child.pipe):
-            raise FailedRank(found, child)
-
-
-def _failure_of(child: ChildProcess) -> Failed | None:
+def _failure_of(child: ChildProcess) -> ConsiliumError | None:
     """Return why a rank failed, None if it did not fail. The other ranks only wait, and report nothing."""
     with suppress(EOFError, OSError):
         while child.pipe.poll(1):
-            if isinstance(found := receive(child.pipe), Failed):
+            if isinstance(found := receive(child.pipe), ConsiliumError):
                 return found
     child.process.join(1)
     code = child.process.exitcode
-    return None if code is None else Failed(exit_reason(code))
+    return None if code is None else ConsiliumError(exit_reason(code))
 
 
 class JointTask:
@@ -257,20 +250,14 @@ class JointTask:
         Raises ConsiliumError if a rank fails.
         """
         trained = select_tensors(model, self.trained)
+        failures: tuple[type[Exception], ...] = (OSError, EOFError)
+        if self.ranks.sharded:  # a block's parts are missing if a rank has ended
+            failures = (*failures, RuntimeError)
         self.ranks.together = True
         try:
-            own = self.ranks.share_out_batch(batch)
-            found: Tensor = _AllRanksLoss.apply(self, model, own, *trained)
-        except (OSError, EOFError) as error:
-            raise self.ranks.end_after_failure(error) from None
-        except RuntimeError as error:
-            if self.ranks.sharded:  # a block's parts are missing because a rank has ended
-                raise self.ranks.end_after_failure(error) from error
-            self.ranks.end()
-            raise
-        except BaseException:
-            self.ranks.end()
-            raise
+            with self.ranks.end_on_error(failures):
+                own = self.ranks.share_out_batch(batch)
+                found: Tensor = _AllRanksLoss.apply(self, model, own, *trained)
         finally:
             self.ranks.together = False
         return found
@@ -308,24 +295,21 @@ def build_ranks(config: JobConfig, site: SiteConfig, data: DataList | None, fold
     """
     if site.device_count < 2 or data is None:
         return None
-    what = ""
-    if config.dpsgd is not None:
-        unit = config.dpsgd.unit
-        what = f"devices: privacy.unit {unit} clips the gradient of every {unit}, which one device does; give one device"
-    elif config.strategy.traits.parts:
-        whom = f"strategy {config.strategy.name!r}"
-        what = f"devices: {whom} trains more beside the adapter, which one device does; give one device"
-    elif site.base == "sharded":
-        why = ""
-        if config.model.dtype in QUANTIZED:
-            why = f"model.dtype {config.model.dtype!r} keeps layers in a form of its own"
-        elif config.training.compile:
-            why = "training.compile makes one program of the model"
-        elif config.strategy.traits.probe_fraction:
-            why = f"strategy {config.strategy.name!r} looks at gradients before it trains"
-        elif site.capacity.has_limits and config.strategy.traits.ranks_differ:
-            why = "capacity is measured by steps"
-        what = f"base: 'sharded': {why}, which takes the whole base at one device; use replicated" if why else ""
-    if what:
-        raise ConsiliumError(f"site.yaml: {what} for this job", Reason.POLICY)
+    unit, who = config.dpsgd.unit if config.dpsgd else "", f"strategy {config.strategy.name!r}"
+    for why, holds in {
+        f"privacy.unit {unit} clips the gradient of every {unit}": bool(unit),
+        f"{who} trains more beside the adapter": bool(config.strategy.traits.parts),
+    }.items():
+        if holds:
+            what = f"{why}, which one device does; give one device"
+            raise ConsiliumError(f"site.yaml: devices: {what} for this job", Reason.POLICY)
+    for why, holds in {
+        f"model.dtype {config.model.dtype!r} keeps layers in a form of its own": config.model.dtype in QUANTIZED,
+        "training.compile makes one program of the model": config.training.compile,
+        f"{who} looks at gradients before it trains": config.strategy.traits.probe_fraction > 0,
+        "capacity is measured by steps": site.capacity.has_limits and config.strategy.traits.ranks_differ,
+    }.items():
+        if holds and site.base == "sharded":
+            what = f"{why}, which takes the whole base at one device; use replicated"
+            raise ConsiliumError(f"site.yaml: base: 'sharded': {what} for this job", Reason.POLICY)
     return Ranks(config, site, data, folder)

@@ -19,7 +19,7 @@ from consilium.adapters import adapter_state
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.child_process import exit_with_parent, receive, send_by_value
-from consilium.core.errors import ConsiliumError
+from consilium.core.errors import ConsiliumError, Reason
 from consilium.core.messages import Tensors
 from consilium.core.schema import validate
 from consilium.data.datalist import DataList
@@ -42,18 +42,6 @@ LOOPBACK = "127.0.0.1"
 """The address at which the ranks listen, so that their data never leave the machine."""
 LONGEST = 1000
 """The largest number of characters of a failure's line. It may name a list and a file with long paths."""
-
-
-class Failed(NamedTuple):
-    """The failure of a rank, sent to rank 0, which logs it like its own errors (flare/job/private_log.py).
-
-    `line`: the reason; `told`: the text for FLARE's logs instead, see ConsiliumError; `trace`: the traceback of an unexpected
-    error.
-    """
-
-    line: str
-    told: str = ""
-    trace: str = ""
 
 
 class RankSetup(NamedTuple):
@@ -120,12 +108,17 @@ def sizes(tensors: Sequence[Tensor]) -> list[int]:
     return [one.numel() for one in tensors]
 
 
-def as_failure(error: Exception) -> Failed:
-    """Return the message to rank 0. Of an unexpected error FLARE logs only the type, because its text may name data."""
+def as_failure(error: Exception) -> ConsiliumError:
+    """Return the failure of a rank for rank 0, which logs it like its own errors (flare/job/private_log.py).
+
+    Of an unexpected error FLARE logs only the type, because its text may name data. Its traceback is a note.
+    """
     line = " ".join(str(error).split())[:LONGEST] or type(error).__name__
     if isinstance(error, ConsiliumError):
-        return Failed(line, error.told)
-    return Failed(line, type(error).__name__, "".join(traceback.format_exception(error)))
+        return ConsiliumError(line, Reason.TRAINING, error.told)
+    found = ConsiliumError(line, Reason.TRAINING, type(error).__name__)
+    found.add_note("".join(traceback.format_exception(error)))
+    return found
 
 
 def rendezvous_store(place: Path, size: int) -> "Store":
@@ -186,37 +179,36 @@ def run_rank(pipe: connection.Connection) -> None:
             receive(pipe)  # None: with a sharded base one rank reads after the other, so the machine holds one base at a time
             model = build_model(config, site)
             blocks = shard(model, mesh, pick_device(site.main_device)) if mesh else []
-            worker = RankWorker(model, task, config, group, blocks)
             send_by_value(pipe, None)
         except Exception as error:
             send_by_value(pipe, as_failure(error))
             return
-        worker.process_messages(pipe)
+        process_messages(pipe, model, task, config, group, blocks)
 
 
-class RankWorker:
-    """A rank's model, task and process group, and the processing of rank 0's messages."""
-
-    def __init__(
-        self, model: nn.Module, task: Task, config: JobConfig, group: "ProcessGroup", blocks: list["FSDPModule"]
-    ) -> None:
-        self.model, self.task, self.config, self.group, self.blocks = model, task, config, group, blocks
-        self.trained = list[Tensor]()
-
-    def process_messages(self, pipe: connection.Connection) -> None:
-        """Process messages from rank 0 until this rank fails. Raises EOFError or OSError if rank 0 has ended."""
-        while True:
-            what: Phase | Share | BlockRequest = receive(pipe)
-            try:
-                if isinstance(what, Phase):
-                    self.trained = _load_phase(self.model, what, self.config)
-                elif isinstance(what, BlockRequest):
-                    join_block_gather(self.blocks[what.block])
-                else:
-                    _compute_share(self.model, self.task, what, self.trained, self.config.training.precision, self.group)
-            except Exception as error:
-                send_by_value(pipe, as_failure(error))
-                return
+def process_messages(
+    pipe: connection.Connection,
+    model: nn.Module,
+    task: Task,
+    config: JobConfig,
+    group: "ProcessGroup",
+    blocks: list["FSDPModule"],
+) -> None:
+    """Process messages from rank 0 until this rank fails. Raises EOFError or OSError if rank 0 has ended."""
+    trained = list[Tensor]()
+    while True:
+        what: Phase | Share | BlockRequest = receive(pipe)
+        try:
+            match what:
+                case Phase():
+                    trained = _load_phase(model, what, config)
+                case BlockRequest():
+                    join_block_gather(blocks[what.block])
+                case Share():
+                    _compute_share(model, task, what, trained, config.training.precision, group)
+        except Exception as error:
+            send_by_value(pipe, as_failure(error))
+            return
 
 
 def _load_phase(model: nn.Module, phase: Phase, config: JobConfig) -> list[Tensor]:

@@ -20,7 +20,7 @@ from consilium.report.best_worst_cases import Closing
 from consilium.strategies.strategy import Interpolation
 from consilium.tasks.base import Examples, Task
 from consilium.tasks.registry import LOWER, TASKS
-from consilium.training.device import autocast, require_compiler
+from consilium.training.device import autocast
 from consilium.training.interpolation import interpolate_adapter
 
 
@@ -132,13 +132,6 @@ class Evaluator:
 # Speedups of a site's model and task, set before the first round. They do not change results.
 
 _identities: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-
-
-def check_compiler_enable_cache(config: JobConfig, model: nn.Module, task: Task) -> None:
-    """Apply `enable_embedding_cache`. Raises ConfigError if the job wants a compiled model and this machine cannot compile."""
-    if config.training.compile:
-        require_compiler(next(model.parameters()).device)
-    enable_embedding_cache(config, model, task)
 
 
 def enable_embedding_cache(config: JobConfig, model: nn.Module, task: Task) -> None:

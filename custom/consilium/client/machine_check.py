@@ -5,7 +5,6 @@ flare/kit/doctor.py checks the startup kit.
 
 import importlib
 import importlib.util
-import logging
 import platform
 import shutil
 import sys
@@ -20,7 +19,7 @@ import torch
 
 from consilium import __version__
 from consilium.client.finding import Finding
-from consilium.config.job import JobConfig, load_job
+from consilium.config.job import load_job
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConsiliumError
 from consilium.core.messages import LIBRARIES
@@ -33,7 +32,6 @@ from consilium.estimates.memory import memory_of, remedies
 from consilium.federation.compatibility import Verdict, judge
 from consilium.federation.job import assemble_job
 from consilium.models.low_precision import require_library
-from consilium.report.private_logging import log_privately
 from consilium.training.device import pick_device
 
 # machine check ---------------------------------------------------------------------------------------------------------
@@ -188,13 +186,11 @@ def tested_versions() -> dict[str, str]:
 
 
 # memory check ----------------------------------------------------------------------------------------------------------
-# Whether a job's training step fits into the memory of a site's device: predicted before the site joins, and compared with the
-# peak that a run measured.
+# Whether a job's training step fits into the memory of a site's device, predicted before the site joins.
 
 GIB = 2**30
 KERNELS = GIB // 2
 """Bytes that CUDA uses for itself, approximately."""
-_log = logging.getLogger(__name__)
 
 
 def examine_memory(job: Path, site: SiteConfig) -> Finding | str:
@@ -215,20 +211,3 @@ def examine_memory(job: Path, site: SiteConfig) -> Finding | str:
         if (less := memory_of(assemble_job(changed, job), *spread).peak) <= free:
             return Finding("memory", said, f"ask for the job with {name} ({less / GIB:.2f} GiB), or use a larger device")
     return Finding("memory", said, "use a larger device; nothing that `consilium fit` knows makes it fit")
-
-
-def log_peak_memory(config: JobConfig, site: str, peak: float, devices: int = 1, sharded: bool = False) -> None:
-    """Log the peak memory measured on a GPU and the predicted peak, to show how accurate predictions are.
-
-    In private training the peak depends on how many samples a step drew, so the line is written only to the site's private log;
-    see report/private_logging.py.
-    """
-    say = log_privately if config.privacy else _log.info
-    try:
-        predicted = memory_of(assemble_job(config), devices, sharded).peak
-    except Exception as error:  # a failed prediction must not stop the round
-        why = str(error).partition("\n")[0]
-        say(f"{site}: training took {peak / GIB:.2f} GiB at its peak; no prediction: {why}")
-        return
-    share = 100 * (predicted / peak - 1)
-    say(f"{site}: training took {peak / GIB:.2f} GiB at its peak, {predicted / GIB:.2f} predicted ({share:+.0f} %)")

@@ -12,6 +12,7 @@ from consilium.config.job import JobConfig, load_run_job
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import MetricKey, Payload, SiteInfo, Stage, Tensors
 from consilium.core.storage import checkpoint_hash
+from consilium.federation.job_checks import name_base_changes
 from consilium.federation.model_card import BEST, Card, scores_of
 from consilium.federation.saved_model import (
     ADAPTERS,
@@ -24,7 +25,6 @@ from consilium.federation.saved_model import (
     save_if_best,
     write_adapter_folder,
 )
-from consilium.federation.trainable_checks import name_base_changes
 from consilium.privacy.plan import Plan, not_private_sentence
 from consilium.report.run_record import Results
 from consilium.strategies.strategy import Interpolation, Strategy, scaling_multiplier

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from consilium.adapters import adapter_state
 from consilium.adapters.names import FEATURE_SHIFT
 from consilium.client.context import ClientContext
-from consilium.client.machine_check import log_peak_memory
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.core.messages import Payload, Tensors
 from consilium.core.seeding import seed_for
@@ -144,9 +143,6 @@ class Trainer:
                 context.model, task, params, trained, config, seed, penalty, payload.scalars, on_progress, private, memory,
                 correction, context.backward,
             )  # fmt: skip
-        if peak and not before + number:  # the first fit of a run
-            spread = (context.ranks.site.device_count, context.ranks.sharded) if context.ranks else ()
-            log_peak_memory(context.config, context.name, peak["peak_bytes"], *spread)
         return found | peak
 
     def gradient_probe(self) -> GradientProbe:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, StrictInt, StrictStr, model_validator
 
-from consilium.core.errors import ConfigError, Reason, RefusedError
+from consilium.core.errors import ConfigError, Reason, RefusedError, raise_first
 from consilium.core.schema import MOST_CLASSES, ClassName, Section, Share
 from consilium.data.settings import NiftiAffine
 from consilium.data.text import has_texts
@@ -64,15 +64,14 @@ class PhantomConfig(Section):
     ] = None
 
     @model_validator(mode="after")
-    def _refuse_groups_of_texts(self) -> Self:
-        if self.groups and PHANTOMS[self.kind] == "language":
-            raise ValueError("groups: sites that write texts have none; leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _refuse_classes_without_cells(self) -> Self:
-        if self.classes is not None and self.kind != "cells":
-            raise ValueError(f"classes: {self.kind} have no mix of classes; leave it out, or take kind cells")
+    def _check_fields_of_kind(self) -> Self:
+        problems = {
+            "groups: sites that write texts have none; leave it out": self.groups and PHANTOMS[self.kind] == "language",
+            f"classes: {self.kind} have no mix of classes; leave it out, or take kind cells": (
+                self.classes is not None and self.kind != "cells"
+            ),
+        }
+        raise_first(problems, ValueError)
         return self
 
 
@@ -165,8 +164,10 @@ def check_shared_files(path: Path, datasets: Mapping[str, DatasetConfig]) -> Non
     for (one, first), (other, second) in combinations(datasets.items(), 2):
         apart = (first.patients or one) != (second.patients or other)
         if apart and _overlap(_resolve_list_path(first.datalist), _resolve_list_path(second.datalist)):
-            what = f"names the files of {one!r} again, so one budget would count as two"
-            raise ConfigError(f"{path}: datasets.{other}.datalist: {what}; give both the same `patients`")
+            raise ConfigError(
+                f"{path}: datasets.{other}.datalist: names the files of {one!r} again, so one budget would count as two; give "
+                "both the same `patients`"
+            )
 
 
 def _resolve_list_path(datalist: Path) -> Path:

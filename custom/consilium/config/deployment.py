@@ -7,12 +7,11 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from consilium.config.site import SiteConfig
-from consilium.core.schema import Section, read_yaml, validate
+from consilium.core.schema import Section, check_unique, read_yaml, validate
 
 Org = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]+$", description="letters, digits and _")]
 SITE_NAME = r"^[A-Za-z0-9_-]{1,64}$"
 """A certificate holds a name of 64 characters at most."""
-BUNDLES_HELP = "whether jobs may bring code (BYOC)"
 
 
 class ServerEntry(Section):
@@ -96,14 +95,8 @@ class DeploymentConfig(Section):
     valid_days: Annotated[int, Field(ge=1, description="the number of days for which certificates are valid")] = 360
 
     @model_validator(mode="after")
-    def _check_names_differ(self) -> Self:
-        names = [entry.name for entry in self.entries()]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"every name once; {twice[0]!r} is there twice")
-        return self
-
-    @model_validator(mode="after")
-    def _refuse_bundles_over_http(self) -> Self:
+    def _check_names_and_bundles(self) -> Self:
+        check_unique([entry.name for entry in self.entries()], "name")
         if self.scheme == "http" and (self.server.bundles or any(site.bundles for site in self.sites)):
             raise ValueError("scheme: 'http' cannot carry bundled jobs (4 MiB a message) with bundles: true; use grpc or tcp")
         return self

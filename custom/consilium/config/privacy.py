@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 from consilium.adapters.registry import AdapterConfig
 from consilium.config.data import DataConfig
 from consilium.config.run_sections import DiagnosticsConfig, FederationConfig, ServerConfig, TrainingConfig
+from consilium.core.errors import raise_first
 from consilium.core.schema import SMALLEST_NOISE, Positive, Section, Seed, fingerprint_digits
 from consilium.models.registry import ModelConfig
 from consilium.tasks.registry import TaskConfig
@@ -28,7 +29,17 @@ NoiseMultiplier = Annotated[
 Delta = Annotated[float, Field(gt=0, lt=1, description="the probability that epsilon does not hold")]
 
 
-class SiteLevelDpConfig(Section):
+class _NoiseSection(Section):
+    """Base of the privacy sections, each of which has `epsilon` and `noise_multiplier`."""
+
+    @model_validator(mode="after")
+    def _check_one_noise(self) -> Self:
+        if (vars(self)["epsilon"] is None) == (vars(self)["noise_multiplier"] is None):
+            raise ValueError("one of epsilon and noise_multiplier; give exactly one")
+        return self
+
+
+class SiteLevelDpConfig(_NoiseSection):
     """Site-level DP: clipping and noise on a site's updates protect all of its data together."""
 
     unit: Literal["site"]
@@ -71,10 +82,6 @@ class SiteLevelDpConfig(Section):
     ] = None
 
     @model_validator(mode="after")
-    def _check_one_noise(self) -> Self:
-        return _check_one_noise(self)
-
-    @model_validator(mode="after")
     def _check_calibration(self) -> Self:
         counts = {"sites": self.sites, "samples": self.samples}
         if self.calibration == "honest":
@@ -83,14 +90,17 @@ class SiteLevelDpConfig(Section):
             return self
         if missing := [name for name, value in {"epsilon": self.epsilon, **counts}.items() if value is None]:
             raise ValueError(f"calibration: 'paper' makes its noise from epsilon, sites and samples; give {missing[0]}")
-        if self.trust == "distributed":
-            raise ValueError("trust: 'distributed': calibration paper clips tensors one by one, off the grid; use local")
-        if self.adjacency != "zero-out":
-            raise ValueError(f"adjacency: {self.adjacency!r} is not the paper's (calibration paper); use zero-out")
+        problems = {
+            "trust: 'distributed': calibration paper clips tensors one by one, off the grid; use local": (
+                self.trust == "distributed"
+            ),
+            f"adjacency: {self.adjacency!r} is not the paper's (calibration paper); use zero-out": self.adjacency != "zero-out",
+        }
+        raise_first(problems, ValueError)
         return self
 
 
-class _DpSgdConfig(Section):
+class _DpSgdConfig(_NoiseSection):
     """The fields that DP-SGD by records and by patients have in common."""
 
     unit: str
@@ -121,16 +131,15 @@ class _DpSgdConfig(Section):
     calibration: ClassVar[str] = "honest"
 
     @model_validator(mode="after")
-    def _check_one_noise(self) -> Self:
-        return _check_one_noise(self)
-
-    @model_validator(mode="after")
     def _check_trust(self) -> Self:
-        given = {"sample_rate": self.sample_rate, "divisor": self.divisor}
-        if self.trust == "distributed" and (missing := [name for name, value in given.items() if value is None]):
-            raise ValueError(f"{missing[0]}: trust 'distributed' takes one step a round, with numbers that all know; give it")
-        if self.trust == "local" and (extra := [name for name, value in given.items() if value is not None]):
-            raise ValueError(f"{extra[0]}: of trust distributed only; remove it")
+        for name, value in {"sample_rate": self.sample_rate, "divisor": self.divisor}.items():
+            problems = {
+                f"{name}: trust 'distributed' takes one step a round, with numbers that all know; give it": (
+                    self.trust == "distributed" and value is None
+                ),
+                f"{name}: of trust distributed only; remove it": self.trust == "local" and value is not None,
+            }
+            raise_first(problems, ValueError)
         return self
 
 
@@ -159,12 +168,6 @@ class PatientLevelDpConfig(_DpSgdConfig):
 
 DpSgdConfig: TypeAlias = PatientLevelDpConfig | RecordLevelDpConfig
 """The privacy sections with DP-SGD."""
-
-
-def _check_one_noise(section: Any) -> Any:
-    if (section.epsilon is None) == (section.noise_multiplier is None):
-        raise ValueError("one of epsilon and noise_multiplier; give exactly one")
-    return section
 
 
 PrivacyConfig = Annotated[SiteLevelDpConfig | DpSgdConfig, Field(discriminator="unit")]
@@ -272,20 +275,22 @@ def check_masked(
     federation: FederationConfig,
 ) -> None:
     """Raise ValueError, naming field, value and remedy, for a setting that does not work with masked sums."""
-    if strategy.traits.needs == "sites" or strategy.traits.pools_data:
-        what = "needs single sites' updates, which nobody sees"
-        raise ValueError(f"secure_aggregation: strategy {strategy.name!r} {what}; remove the section, or use fedit")
-    if server is not None and server.is_robust:
-        raise ValueError(f"secure_aggregation: server.mean {server.mean!r} needs single sites' updates; use weighted")
-    if diagnostics.deviation or diagnostics.reads_site_tensors:
-        raise ValueError("secure_aggregation: diagnostics deviation, leakage and oracle look at single sites; remove them")
-    if privacy is not None and federation.weighting == "samples":
-        raise ValueError(
-            "federation.weighting: 'samples': with privacy and secure_aggregation every site weighs 1; use uniform"
-        )
-    if federation.max_weight is not None and federation.max_weight > MOST_WEIGHT:
-        what = f"over the {MOST_WEIGHT} that secure_aggregation has room for"
-        raise ValueError(f"federation.max_weight: {federation.max_weight}: {what}; lower it")
+    mean, most = "weighted" if server is None else server.mean, federation.max_weight
+    problems = {
+        f"secure_aggregation: strategy {strategy.name!r} needs single sites' updates, which nobody sees; remove the section, "
+        "or use fedit": strategy.traits.needs == "sites" or strategy.traits.pools_data,
+        f"secure_aggregation: server.mean {mean!r} needs single sites' updates; use weighted": mean != "weighted",
+        "secure_aggregation: diagnostics deviation, leakage and oracle look at single sites; remove them": (
+            diagnostics.deviation or diagnostics.reads_site_tensors
+        ),
+        "federation.weighting: 'samples': with privacy and secure_aggregation every site weighs 1; use uniform": (
+            privacy is not None and federation.weighting == "samples"
+        ),
+        f"federation.max_weight: {most}: over the {MOST_WEIGHT} that secure_aggregation has room for; lower it": (
+            most is not None and most > MOST_WEIGHT
+        ),
+    }
+    raise_first(problems, ValueError)
 
 
 # dpsgd -----------------------------------------------------------------------------------------------------------------
@@ -299,26 +304,22 @@ def check_records_independent(
 
     DP-SGD's noise assumes that one of them changes the sum by at most the clip. The message names field, value and remedy.
     """
-    unit, noise_multiplier = dpsgd.unit, dpsgd.noise_multiplier
-    if data.most_training is not None:
-        what = f"chooses by how many there are, so one {unit} more changes which others are there"
-        raise ValueError(f"data.most_training: {data.most_training} {what} (privacy.unit {unit}); leave it out")
-    if training.accumulate > 1:
-        raise ValueError(f"training.accumulate: cannot be over 1 with privacy.unit {unit}; raise batch_size instead")
-    if training.compile:
-        raise ValueError(f"training.compile: true hides the layers whose gradients privacy.unit {unit} takes; use false")
-    if training.precision == "bf16":
-        what = f"rounds a record's gradient by who is beside it, so no privacy.unit {unit}"
-        raise ValueError(f"training.precision: 'bf16' {what}; use auto or fp32")
-    adapter.check_per_sample_gradients()
-    model.check_per_sample_gradients()
-    if model.dtype == "int8":
-        what = "chooses by the whole batch what it computes in 16 bits, which ties its samples together"
-        raise ValueError(f"model.dtype: 'int8' {what} under privacy.unit {unit}; use nf4 or bf16")
-    task.check_per_sample_gradients()
-    if noise_multiplier is not None and 0 < noise_multiplier < SMALLEST_NOISE:
-        what = f"under {SMALLEST_NOISE} no accountant tells it from none"
-        raise ValueError(f"privacy.noise_multiplier: {noise_multiplier}: {what}; raise it, or use 0 to clip only")
+    unit, noise = dpsgd.unit, dpsgd.noise_multiplier
+    problems = {
+        f"data.most_training: {data.most_training} chooses by how many there are, so one {unit} more changes which others are "
+        f"there (privacy.unit {unit}); leave it out": data.most_training is not None,
+        f"training.accumulate: cannot be over 1 with privacy.unit {unit}; raise batch_size instead": training.accumulate > 1,
+        f"training.compile: true hides the layers whose gradients privacy.unit {unit} takes; use false": training.compile,
+        f"training.precision: 'bf16' rounds a record's gradient by who is beside it, so no privacy.unit {unit}; use auto or "
+        "fp32": training.precision == "bf16",
+        "model.dtype: 'int8' chooses by the whole batch what it computes in 16 bits, which ties its samples together under "
+        f"privacy.unit {unit}; use nf4 or bf16": model.dtype == "int8",
+        f"privacy.noise_multiplier: {noise}: under {SMALLEST_NOISE} no accountant tells it from none; raise it, or use 0 to "
+        "clip only": noise is not None and 0 < noise < SMALLEST_NOISE,
+    }
+    raise_first(problems, ValueError)
+    for section in (adapter, model, task):
+        section.check_per_sample_gradients()
 
 
 def check_shares(
@@ -328,19 +329,18 @@ def check_shares(
     server: ServerConfig | None,
 ) -> None:
     """Raise ValueError, naming field, value and remedy, for a setting that excludes `trust: distributed`."""
-    if masks is None:
-        raise ValueError(f"privacy.trust: 'distributed': {NEEDS_MASKS}")
-    if isinstance(privacy, SiteLevelDpConfig):
-        return
-    if training.local_steps != 1:
-        what = f"{training.local_steps or 'none'}: DP-SGD over all sites takes one step a round"
-        raise ValueError(f"training.local_steps: {what}; use 1")
-    if training.schedule != "constant":
-        what = "falls within a round, which has one step (privacy.trust distributed)"
-        raise ValueError(f"training.schedule: {training.schedule!r} {what}; leave it out")
-    if training.optimizer_state == "kept":
-        what = "is of sites, and the server takes the steps (privacy.trust distributed)"
-        raise ValueError(f"training.optimizer_state: 'kept' {what}; leave it out")
-    if server is not None:
-        what = "DP-SGD over all sites takes the server's steps by training.optimizer"
-        raise ValueError(f"server: {what}; remove the section")
+    by_step = not isinstance(privacy, SiteLevelDpConfig)
+    problems = {
+        f"privacy.trust: 'distributed': {NEEDS_MASKS}": masks is None,
+        f"training.local_steps: {training.local_steps or 'none'}: DP-SGD over all sites takes one step a round; use 1": (
+            by_step and training.local_steps != 1
+        ),
+        f"training.schedule: {training.schedule!r} falls within a round, which has one step (privacy.trust distributed); leave "
+        "it out": by_step and training.schedule != "constant",
+        "training.optimizer_state: 'kept' is of sites, and the server takes the steps (privacy.trust distributed); leave it "
+        "out": by_step and training.optimizer_state == "kept",
+        "server: DP-SGD over all sites takes the server's steps by training.optimizer; remove the section": (
+            by_step and server is not None
+        ),
+    }
+    raise_first(problems, ValueError)

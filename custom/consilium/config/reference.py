@@ -7,6 +7,7 @@ the field's description.
 import json
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,26 +48,23 @@ UNEQUAL = "all for unequal ranks"
 POWERS = {2**exponent: f"2^{exponent}" for exponent in (16, 60, 63)}
 
 
-def fields_of(section: type) -> dict[str, dict[str, Any]]:
+def fields_of(section: type, schema: Mapping[str, Any] | None = None) -> dict[str, dict[str, Any]]:
     """Return by name the JSON schema of every field of a section; of a strategy without its base classes' fields.
 
-    The field that selects the kind is left out. A required field has no "default".
+    The field that selects the kind is left out. A required field has no "default". `schema`: the section's own, if it is known.
     """
+    found = TypeAdapter(section).json_schema() if schema is None else schema
     own = None if issubclass(section, BaseModel) else section.__annotations__
     return {
-        name: field
-        for name, field in _with_defaults(TypeAdapter(section).json_schema()).items()
+        name: field | ({} if name in found.get("required", ()) else {"default": field.get("default")})
+        for name, field in found.get("properties", {}).items()
         if not (name in KEYS and "const" in field) and (own is None or name in own)
     }
 
 
-def _with_defaults(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the fields of a section's schema; those that are not required have a "default"."""
-    required = schema.get("required", [])
-    return {
-        name: field | ({} if name in required else {"default": field.get("default")})
-        for name, field in schema.get("properties", {}).items()
-    }
+def _values_of_map(field: Mapping[str, Any]) -> Any:
+    """Return the schema of a map's values."""
+    return field.get("additionalProperties") or next(iter(field.get("patternProperties", {}).values()), None)
 
 
 def describe_type(field: Mapping[str, Any]) -> str:
@@ -80,7 +78,7 @@ def describe_type(field: Mapping[str, Any]) -> str:
     if field.get("type") == "array":
         return f"list of {describe_type(field.get('items') or field['prefixItems'][0])}"
     if field.get("type") == "object":
-        values = field.get("additionalProperties") or next(iter(field.get("patternProperties", {}).values()), True)
+        values = _values_of_map(field)
         return f"map to {describe_type(values)}" if isinstance(values, dict) else "map"
     if "$ref" in field:
         return "section"
@@ -95,38 +93,37 @@ def describe_type(field: Mapping[str, Any]) -> str:
     return WORDS.get(field.get("type", ""), "anything") + (", " + " ".join(bounds) if bounds else "")
 
 
+def describe_default(field: Mapping[str, Any]) -> str:
+    """Return a field's default for the table; "" for null, for empty lists, and for sections, whose fields have defaults."""
+    if "default" not in field:
+        return "required"
+    value = field.get("default_kind", field["default"])
+    if value in (None, {}, []) or "$ref" in field:
+        return ""
+    return f"`{value:.6g}`" if isinstance(value, float) else f"`{value if isinstance(value, str) else json.dumps(value)}`"
+
+
 def rows_of(section: type, nested: bool = True) -> dict[str, tuple[str, str, str]]:
-    """Return value, default and meaning of a section's fields by name; `nested`: also of sections in it, as `outer.inner`."""
+    """Return value, default and meaning of a section's fields by name; `nested`: also of sections in it, as `outer.inner`.
+
+    A section in a map is named `outer.NAME.inner`, in a list `outer[].inner`.
+    """
     found = dict[str, tuple[str, str, str]]()
     sections = TypeAdapter(section).json_schema().get("$defs", {}) if nested else {}
 
     def add(prefix: str, fields: Mapping[str, dict[str, Any]]) -> None:
         for name, field in fields.items():
-            value = field.get("default_kind", field.get("default"))
-            if "default" not in field:
-                default = "required"
-            elif value in (None, {}, []) or "$ref" in field:  # a section's fields show their own defaults
-                default = ""
-            elif isinstance(value, float):
-                default = f"`{value:.6g}`"
-            else:
-                default = f"`{value if isinstance(value, str) else json.dumps(value)}`"
-            found[prefix + name] = (describe_type(field), default, field.get("description", ""))
-            if (inner := _section_and_suffix(field)) and inner[0] != SiteConfig.__name__:  # has a page of its own
-                add(f"{prefix}{name}{inner[1]}.", _with_defaults(sections.get(inner[0], {})))
+            found[prefix + name] = (describe_type(field), describe_default(field), field.get("description", ""))
+            parts = [one for one in field.get("anyOf", [field]) if one.get("type") != "null"]
+            inside = ((parts[0] if len(parts) == 1 else None, ""), (field.get("items"), "[]"), (_values_of_map(field), ".NAME"))
+            for inner, suffix in inside:
+                kind = inner.get("$ref", "").rpartition("/")[2] if isinstance(inner, dict) else ""
+                if kind and kind != SiteConfig.__name__:  # it has a page of its own
+                    add(f"{prefix}{name}{suffix}.", fields_of(BaseModel, sections.get(kind, {})))
+                    break
 
     add("", fields_of(section))
     return found
-
-
-def _section_and_suffix(field: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the name of the one section that a field is or contains, and its key suffix: .NAME for a map, [] for a list."""
-    parts = [one for one in field.get("anyOf", [field]) if one.get("type") != "null"]
-    values = field.get("additionalProperties") or next(iter(field.get("patternProperties", {}).values()), None)
-    for inner, key in ((parts[0] if len(parts) == 1 else {}, ""), (field.get("items"), "[]"), (values, ".NAME")):
-        if isinstance(inner, dict) and "$ref" in inner:
-            return inner["$ref"].rpartition("/")[2], key
-    return None
 
 
 def markdown_table(kinds: Mapping[str, type], nested: bool = True, by_field: bool = True) -> str:
@@ -139,55 +136,54 @@ def markdown_table(kinds: Mapping[str, type], nested: bool = True, by_field: boo
         for name, cells in rows_of(section, nested).items():
             of.setdefault((name, *cells), []).append(kind)
     order = list(dict.fromkeys(name for name, *_ in of))
-    head = ["field", "of", "value", "default", "meaning"]
-    rows = [head, ["---"] * len(head)]
+    rows = [["field", "of", "value", "default", "meaning"], ["---"] * 5]
     for (field, *rest), names in sorted(of.items(), key=lambda one: order.index(one[0][0]) if by_field else 0):
         rows.append([f"`{field}`", "all" if len(names) == len(kinds) else ", ".join(names), *rest])
-    several = len(kinds) > 1
-    shown = [row if several else [row[0], *row[2:]] for row in rows]
+    shown = rows if len(kinds) > 1 else [[row[0], *row[2:]] for row in rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in shown)
 
 
-def _docstring(section: type) -> str:
-    return " ".join((section.__dict__.get("__doc__") or "").split())
-
-
-def chapter(title: str, kinds: type | Mapping[str, type], about: str | None = None, nested: bool = True) -> str:
-    """Return a heading, `about` (by default the docstring of the section, or of each of its kinds), and the table."""
-    if isinstance(kinds, type):
-        return "\n\n".join([f"## {title}", _docstring(kinds) if about is None else about, markdown_table({"": kinds}, nested)])
-    intro = "\n".join(f"- `{name}`: {_docstring(kind)}" for name, kind in kinds.items()) if about is None else about
-    return "\n\n".join([f"## {title}", intro, markdown_table(kinds, nested)])
+def chapter(key: str, kinds: type | Mapping[str, type], about: str = "") -> str:
+    """Return the heading `key:`, `about` (by default the docstring of the section, or of each of its kinds), and the table."""
+    one = isinstance(kinds, type)
+    several = {"": kinds} if isinstance(kinds, type) else kinds
+    texts = {name: " ".join((kind.__dict__.get("__doc__") or "").split()) for name, kind in several.items()}
+    intro = about or (texts[""] if one else "\n".join(f"- `{name}`: {text}" for name, text in texts.items()))
+    return f"## `{key}:`\n\n{intro}\n\n{markdown_table(several)}"
 
 
 def job_reference() -> str:
     """Return the reference of job.yaml as Markdown."""
-    parts = [chapter("The whole file", JobConfig, "Server and sites read the same file.", nested=False)]
-    parts += [chapter("`training:`", TrainingConfig, ROUNDS), chapter("`federation:`", FederationConfig)]
-    parts += [chapter("`server:`", ServerConfig)]
-    for key, registry in (("model", MODELS), ("adapter", ADAPTERS), ("task", TASKS)):
-        parts += [chapter(f"`{key}:`", {name: kind.config for name, kind in registry.items()})]
     units = {"site": SiteLevelDpConfig, "patient": PatientLevelDpConfig, "record": RecordLevelDpConfig}
-    parts += [chapter("`privacy:`", units), chapter("`secure_aggregation:`", SecureAggregationConfig)]
-    parts += [chapter("`statistics:`", StatisticsConfig), chapter("`cross_site:`", CrossSiteConfig)]
-    parts += [chapter("`diagnostics:`", DiagnosticsConfig), chapter("`data:`", DataConfig), "## `strategy:`", ALGORITHMS]
-    return "\n\n".join([*parts, markdown_table({**STRATEGIES, UNEQUAL: UnequalRanks}, by_field=False)])
-
-
-def site_reference() -> str:
-    """Return the reference of site.yaml as Markdown."""
-    return markdown_table({"": SiteConfig})
-
-
-def deployment_reference() -> str:
-    """Return the reference of sites.yml as Markdown."""
-    return markdown_table({"": DeploymentConfig})
+    registries: dict[str, Mapping[str, Any]] = {"model": MODELS, "adapter": ADAPTERS, "task": TASKS}
+    sections: dict[str, type | Mapping[str, type]] = {
+        "federation": FederationConfig,
+        "server": ServerConfig,
+        **{key: {name: kind.config for name, kind in registry.items()} for key, registry in registries.items()},
+        "privacy": units,
+        "secure_aggregation": SecureAggregationConfig,
+        "statistics": StatisticsConfig,
+        "cross_site": CrossSiteConfig,
+        "diagnostics": DiagnosticsConfig,
+        "data": DataConfig,
+    }
+    parts = [
+        "## The whole file",
+        "Server and sites read the same file.",
+        markdown_table({"": JobConfig}, nested=False),
+        chapter("training", TrainingConfig, ROUNDS),
+        *(chapter(key, kinds) for key, kinds in sections.items()),
+        "## `strategy:`",
+        ALGORITHMS,
+        markdown_table({**STRATEGIES, UNEQUAL: UnequalRanks}, by_field=False),
+    ]
+    return "\n\n".join(parts)
 
 
 PAGES: dict[str, Callable[[], str]] = {
     "jobs/fields.md": job_reference,
-    "provisioning/site-settings.md": site_reference,
-    "provisioning/federation-settings.md": deployment_reference,
+    "provisioning/site-settings.md": partial(markdown_table, {"": SiteConfig}),
+    "provisioning/federation-settings.md": partial(markdown_table, {"": DeploymentConfig}),
 }
 
 

@@ -11,7 +11,7 @@ from consilium.config.data import DatasetConfig, DatasetName, LabelMap, Mapped, 
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy, SitePartnersConfig
 from consilium.config.run_sections import MIN_CELL_COUNT
-from consilium.core.errors import ConfigError, Reason, RefusedError
+from consilium.core.errors import ConfigError, Reason, RefusedError, raise_first
 from consilium.core.registry import NO_PLUGINS, Plugins, normalize_name
 from consilium.core.schema import Positive, Seconds, Section, read_yaml, validate
 from consilium.data.folders import folder_of, has_classes, split_of
@@ -48,10 +48,10 @@ class CapacityConfig(Section):
 
     @model_validator(mode="after")
     def _check_one_of(self) -> Self:
-        for ranks, limits in (("train", ("step_seconds", "memory_bytes")), ("download", ("download_bytes",))):
-            for limit in limits:
-                if getattr(self, ranks) is not None and getattr(self, limit) is not None:
-                    raise ValueError(f"{ranks} and {limit} both say how much; give one of them")
+        pairs = (("train", "step_seconds"), ("train", "memory_bytes"), ("download", "download_bytes"))
+        given = {f"{ranks} and {limit} both say how much; give one of them": (ranks, limit) for ranks, limit in pairs}
+        problems = {text: all(getattr(self, one) is not None for one in pair) for text, pair in given.items()}
+        raise_first(problems, ValueError)
         return self
 
 
@@ -102,9 +102,6 @@ class TrackingConfig(Section):
                 "tracking: mlflow: an address holds no password; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
             )
         return value
-
-
-RETENTION = "`consilium forget --expired` deletes a run's files at the site after this many days without a write"
 
 
 class SiteConfig(Section):
@@ -247,10 +244,15 @@ class SiteConfig(Section):
 
     @model_validator(mode="after")
     def _check_one_form(self) -> Self:
-        if self.datasets and self.datalist is not None:
-            raise ValueError("datalist is the short form of a site with one data set; give it or datasets")
-        if self.datasets and not self.labels is self.annotated is None:
-            raise ValueError("labels and annotated here are of `datalist`; write them in the entries of datasets")
+        problems = {
+            "datalist is the short form of a site with one data set; give it or datasets": (
+                self.datasets and self.datalist is not None
+            ),
+            "labels and annotated here are of `datalist`; write them in the entries of datasets": (
+                self.datasets and not self.labels is self.annotated is None
+            ),
+        }
+        raise_first(problems, ValueError)
         return self
 
     @field_validator("devices", mode="before")
@@ -261,14 +263,17 @@ class SiteConfig(Section):
 
     @model_validator(mode="after")
     def _check_devices(self) -> Self:
-        if self.devices and self.device != "auto":
-            raise ValueError("device is for one; give it or devices")
-        if len(gpus := [one for one in self.devices if one != "cpu"]) > len(set(gpus)):
-            raise ValueError("devices: a GPU is there twice; name each once")
-        if self.base == "sharded" and self.device_count < 2:
-            raise ValueError("base: 'sharded' is for several devices; name them in `devices`, or leave it out")
-        if self.base == "sharded" and len({one.partition(":")[0] for one in self.devices}) > 1:
-            raise ValueError("base: 'sharded' lies on GPUs or on CPUs, not on both; name either in `devices`")
+        gpus, kinds = [one for one in self.devices if one != "cpu"], {one.partition(":")[0] for one in self.devices}
+        sharded = self.base == "sharded"
+        problems = {
+            "device is for one; give it or devices": self.devices and self.device != "auto",
+            "devices: a GPU is there twice; name each once": len(gpus) > len(set(gpus)),
+            "base: 'sharded' is for several devices; name them in `devices`, or leave it out": (
+                sharded and self.device_count < 2
+            ),
+            "base: 'sharded' lies on GPUs or on CPUs, not on both; name either in `devices`": sharded and len(kinds) > 1,
+        }
+        raise_first(problems, ValueError)
         return self
 
     @property
@@ -308,8 +313,10 @@ def check_simulated_plugins(config: JobConfig, site: SiteConfig, name: str) -> N
     allowed = allowed_plugins(site, simulated=True)
     known = {normalize_name(package) for package in allowed or ()}
     if allowed is not None and (extra := [package for package in config.packages if normalize_name(package) not in known]):
-        what = f"package {extra[0]!r} is not among `plugins` of site.yaml; list it there, or take the job without it"
-        raise RefusedError(f"{name}: {what}", Reason.POLICY)
+        raise RefusedError(
+            f"{name}: package {extra[0]!r} is not among `plugins` of site.yaml; list it there, or take the job without it",
+            Reason.POLICY,
+        )
 
 
 def plugins_allowed_by_kit(local: Path, simulated: bool = False) -> Plugins:
@@ -380,10 +387,10 @@ def find_site(name: str, given: Given = Given(), kit_local: Path | None = None, 
     if given.data is not None:
         found = read_site_folder(folder_of(given.data, name))
         if found is None:
-            remedy = (
-                f"neither site.yaml nor datalist.json for site {name}, nor training.jsonl, nor a folder per class; make one"
+            raise ConfigError(
+                f"{given.data / name}: neither site.yaml nor datalist.json for site {name}, nor training.jsonl, nor a folder "
+                "per class; make one"
             )
-            raise ConfigError(f"{given.data / name}: {remedy}")
         site = found
     else:
         path = None if kit_local is None else kit_local / "site.yaml"

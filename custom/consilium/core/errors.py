@@ -3,6 +3,7 @@
 Each error has a reason, the only part of it that may leave a site.
 """
 
+from collections.abc import Mapping
 from enum import IntEnum, StrEnum
 
 STOPS = (KeyboardInterrupt, SystemExit, GeneratorExit)
@@ -91,6 +92,12 @@ class ConfigError(ConsiliumError):
 
     reason = Reason.JOB
     exit_code = ExitCode.USAGE
+
+
+def raise_first(problems: Mapping[str, object], kind: type[Exception] = ConfigError) -> None:
+    """Raise an error of a `kind` with the first message in `problems` whose value is true, such as a combination of options."""
+    if found := next((message for message, applies in problems.items() if applies), None):
+        raise kind(found)
 
 
 class UnreachableError(ConsiliumError):

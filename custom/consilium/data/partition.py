@@ -1,4 +1,4 @@
-"""`consilium data split` and `consilium data partition`: a list cut into splits, and a data set shared out among sites.
+"""`consilium data split` and `data partition`: a list cut into splits or folds, and a data set shared out among sites.
 
 Split. Linked samples, such as those of one patient, study, volume or mask, stay in one split. Patients and studies are read
 from the list and from DICOM files. Labels are spread evenly by iterative stratification (Sechidis, Tsoumakas and Vlahavas, ECML
@@ -350,39 +350,63 @@ Parts = dict[str, list[Entry]]
 
 
 def split_list(
-    source: Path, folder: Path, validation: float = 0.1, test: float = 0.2, seed: int = 0, keep_test: bool = False
+    source: Path,
+    folder: Path,
+    validation: float = 0.1,
+    test: float = 0.2,
+    seed: int = 0,
+    keep_test: bool = False,
+    folds: int = 0,
 ) -> dict[str, Any]:
-    """Write `folder`/datalist.json and split.json. Return the content of split.json.
+    """Write `folder`/datalist.json, or one list each in fold-1, fold-2, ..., and split.json. Return the content of split.json.
 
     `validation`, `test`: shares of all samples. `keep_test`: the list's own test split stays, and `validation` is a share of
-    the other samples. Paths are absolute, and no picture is copied. Entries keep their own keys; identifiers from files are
-    not added. Raises DataError for a list or mask that cannot be read, shares that sum to 1 or more, or a folder in use.
+    the other samples. `folds`: number of parts, each of which is the test split of one fold; `validation` is a share of the
+    others. Paths are absolute, and no picture is copied. Entries keep their own keys; identifiers from files are not added.
+    Raises DataError for a list or mask that cannot be read, shares that sum to 1 or more, too few groups, or a folder in use.
     """
-    if (folder / "datalist.json").exists() or (folder / "split.json").exists():
-        raise DataError(f"{folder}: holds a cut already; give another")
-    if validation + test >= 1:
+    if any((folder / name).exists() for name in ("datalist.json", "split.json", "fold-1")):
+        raise DataError(f"{folder}: holds a split already; give another folder")
+    if validation + (0 if folds else test) >= 1:
         raise DataError(f"{folder}: --validation {validation:g} and --test {test:g} leave nothing to train on; ask for less")
     samples, more = _read_entries(source)
-    kept = [s for s in samples if keep_test and s.split == "test"]
-    test = 0.0 if keep_test else test
-    shares = {"training": 1 - validation - test, "validation": validation, "test": test}
-    parts = share_by_labels([s for s in samples if not (keep_test and s.split == "test")], shares, seed)
-    parts["test"] += kept
-    entries = {split: [s.entry for s in parts[split]] for split in SPLITS}
-    write_atomic(folder / "datalist.json", json.dumps(more | entries, indent=1).encode(), PUBLIC)
-    notes = []
+    groups = linked_groups(samples)
+    if folds > len(groups):
+        raise DataError(f"{source}: {len(groups)} patients or volumes are too few for {folds} folds; ask for less")
+    if folds:
+        lists = _folds(samples, folds, validation, seed)
+    else:
+        kept = [s for s in samples if keep_test and s.split == "test"]
+        test = 0.0 if keep_test else test
+        shares = {"training": 1 - validation - test, "validation": validation, "test": test}
+        parts = share_by_labels([s for s in samples if not (keep_test and s.split == "test")], shares, seed)
+        lists = {"": parts | {"test": parts["test"] + kept}}
+    notes, splits = [], {}
     if not any(key[0] == "patient" for s in samples for key in s.keys if isinstance(key, tuple)):
         notes.append('no entry names its "patient", so one patient\'s pictures may be in two splits')
-    splits = {}
-    for split in SPLITS:
-        labels, groups = _count_labels(parts[split]), len(linked_groups(parts[split]))
-        splits[split] = {"samples": labels.pop("", 0), "groups": groups, "labels": dict(sorted(labels.items()))}
-        if not parts[split] and (split != "validation" or validation):
-            notes.append(f"{split}: no sample; there are too few groups for its share")
-    summary = {"source": str(source.resolve()), "seed": seed, "groups": len(linked_groups(samples))}
-    summary |= {"splits": splits, "notes": notes}
+    for name, parts in lists.items():
+        entries = {split: [s.entry for s in parts[split]] for split in SPLITS}
+        write_atomic(folder / name / "datalist.json", json.dumps(more | entries, indent=1).encode(), PUBLIC)
+        for split in SPLITS:
+            place, labels = f"{name} {split}".strip(), _count_labels(parts[split])
+            count = len(linked_groups(parts[split]))
+            splits[place] = {"samples": labels.pop("", 0), "groups": count, "labels": dict(sorted(labels.items()))}
+            if not parts[split] and (split != "validation" or validation):
+                notes.append(f"{place}: no sample; there are too few groups for its share")
+    summary = {"source": str(source.resolve()), "seed": seed, "groups": len(groups), "splits": splits, "notes": notes}
     write_atomic(folder / "split.json", json.dumps(summary, indent=1).encode(), PUBLIC)
     return summary
+
+
+def _folds(samples: Sequence[Entry], folds: int, validation: float, seed: int) -> dict[str, Parts]:
+    """Return the parts of each fold, as of one list. Every sample is in the test split of exactly one fold."""
+    names = [f"fold-{number}" for number in range(1, folds + 1)]
+    tests, found = share_by_labels(samples, dict.fromkeys(names, 1 / folds), seed), {}
+    for number, name in enumerate(names):
+        rest = [s for other in names if other != name for s in tests[other]]
+        shares = {"training": 1 - validation, "validation": validation}
+        found[name] = share_by_labels(rest, shares, seed_for(seed, "fold", number)) | {"test": tests[name]}
+    return found
 
 
 def share_by_labels(samples: Sequence[Entry], shares: dict[str, float], seed: int) -> Parts:

@@ -7,8 +7,6 @@ from pathlib import Path
 import torch
 
 from consilium.adapters.names import bottleneck_position, factor, is_head
-from consilium.config.job import JobConfig
-from consilium.core.errors import ConfigError
 from consilium.core.lowrank import Product, norm
 from consilium.core.messages import Tensors
 from consilium.privacy import mechanism
@@ -18,18 +16,6 @@ from consilium.strategies.strategy import Role, ServerState, SiteResult, Strateg
 DRIFT = "drift.json"
 """File in a run's private folder at a site: the relative change of each adapter, by round and phase."""
 NOISE_TITLE = "norm of what noise adds to the product B A/"
-
-
-def check_deviation(config: JobConfig, source: Path | str) -> None:
-    """Raise ConfigError if `diagnostics.deviation` is set and sites have factors of different shapes, which have no mean."""
-    strategy = config.strategy
-    if not config.diagnostics.deviation:
-        return
-    if config.adapter_kind.unequal_ranks or strategy.traits.skips_blocks:
-        raise ConfigError(
-            f"{source}: diagnostics.deviation: true: "
-            f"strategy {strategy.name!r} sends sites factors of unequal shapes, which have no mean; remove it"
-        )
 
 
 def deviation(strategy: Strategy, state: ServerState, results: Mapping[str, SiteResult], scale: float) -> dict[str, float]:

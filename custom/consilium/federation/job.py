@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 
 from consilium.adapters import adapter_state
-from consilium.adapters.names import FEATURE_SHIFT, LOCAL_ADAPTER
 from consilium.adapters.registry import AdapterKind
 from consilium.adapters.strategy_modules import add_parts, part_shapes
 from consilium.config.job import JobConfig
@@ -20,19 +19,17 @@ from consilium.core.errors import ConfigError
 from consilium.core.messages import Tensors
 from consilium.core.norms import norm
 from consilium.data.datalist import DataList
-from consilium.federation.diagnostics import check_deviation
-from consilium.federation.saved_model import keeps_local
-from consilium.federation.trainable_checks import (
+from consilium.federation.job_checks import (
+    check_adapter,
     check_adapter_start,
-    check_decoder_and_dora,
     check_interpolation,
+    check_privacy,
     check_server_step_and_state,
     shared_weight_warning,
     trained_base_shapes,
 )
 from consilium.models.architecture import refuse_gguf
 from consilium.models.base_weights import refuse_adapter
-from consilium.models.dtypes import QUANTIZED
 from consilium.models.low_precision import require_storable, store_frozen_as
 from consilium.models.meta_device import build_on_meta_device
 from consilium.models.registry import MODELS, ModelConfig, ModelKind
@@ -92,100 +89,15 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
         require_storable(model, config.model.dtype, [model.get_parameter(name.partition(".")[2]) for name in names])
     begin, seed = adapter.start or adapter_state.initial_tensor, config.training.seed
     job = Job(config, {name: begin(name, shape, seed) for name, shape in shapes.items()}, tuple(warnings))
-    _check_adapter(config, adapter, source)
-    check_decoder_and_dora(config, names, source)
+    check_adapter(config, names, source)
     for name in job.initial:
         job.strategy.role(name, 0, 0)
     check_interpolation(job.strategy, model, base, source)
-    _check_privacy(job, source)
+    check_privacy(config, job.strategy, job.initial, source)
     check_server_step_and_state(config, job.strategy, job.initial, source)
     check_adapter_start(config, job.initial, source)
-    check_deviation(config, source)
     make_plan(config, job.strategy, names=job.initial)
     return job
-
-
-def _check_adapter(config: JobConfig, adapter: AdapterKind, source: Path | str) -> None:
-    """Raise ConfigError if the kind of adapter lacks a feature that the model's dtype or the strategy needs."""
-    kind, strategy, dtype = config.adapter.kind, config.strategy, config.model.dtype
-    if kind == "full" and dtype in QUANTIZED:
-        raise ConfigError(
-            f"{source}: model.dtype: {dtype!r} is for frozen layers only, and adapter.kind 'full' trains all layers; "
-            "use dtype fp32, or adapter.kind lora"
-        )
-    if strategy.traits.ranks_differ and not (adapter.unequal_ranks or (strategy.traits.one_rank and kind == "lora")):
-        raise ConfigError(
-            f"{source}: adapter.kind: {kind!r}: strategy {strategy.name!r} gives sites unequal ranks; use dual_rank"
-        )
-    if strategy.traits.sends_frozen_ranks and not (adapter.unequal_ranks or kind == "lora"):
-        raise ConfigError(f"{source}: adapter.kind: {kind!r}: strategy {strategy.name!r} sends frozen ranks; use lora")
-    if strategy.traits.scales_adapter and adapter.scale is None:
-        raise ConfigError(
-            f"{source}: adapter.kind: {kind!r}: "
-            f"strategy {strategy.name!r} scales the adapter by the round, which this kind cannot; use lora"
-        )
-    if LOCAL_ADAPTER in strategy.traits.parts and adapter.add_local is None:
-        raise ConfigError(
-            f"{source}: adapter.kind: {kind!r}: "
-            f"strategy {strategy.name!r} puts a second, local adapter beside the first, which this kind cannot; use lora"
-        )
-
-
-def _check_privacy(job: Job, source: Path | str) -> None:
-    """Raise ConfigError if the job's privacy section does not cover what its strategy or task does with the data."""
-    privacy, strategy = job.config.privacy, job.strategy
-    if privacy is None:
-        return
-    if strategy.traits.pools_data:
-        raise ConfigError(f"{source}: privacy: strategy {strategy.name!r} pools all sites' data; remove the section")
-    if job.config.dpsgd and (why := _uncharged_work_reason(strategy) or _distributed_dpsgd_refusal_reason(job)):
-        raise ConfigError(f"{source}: {why}")
-    parts = [(name, getattr(job.config.task, name, None)) for name in ("slices", "tiles")]
-    if thinned := [name for name, part in parts if job.config.dpsgd and part and part.empty != "keep"]:
-        raise ConfigError(
-            f"{source}: task.{thinned[0]}.empty: the number of {privacy.unit}s leaves without noise, "
-            "and must not tell how many of them show a label; write keep"
-        )
-    if privacy.unit == "site" and strategy.traits.needs == "sites" and privacy.trust != "local":
-        raise ConfigError(
-            f"{source}: privacy.trust: {privacy.trust!r}: strategy {strategy.name!r} compares single sites' updates, so noise "
-            "on their sum protects nothing; use local"
-        )
-
-
-def _uncharged_work_reason(strategy: Strategy) -> str | None:
-    """Return why record- and patient-level privacy do not cover all of a strategy's work at a site; None if they do."""
-    traits, own = strategy.traits, type(strategy).local_update is not Strategy.local_update
-    reads = traits.probe_fraction or traits.fits_after_last_round or FEATURE_SHIFT in traits.parts
-    compares = traits.interpolation and traits.interpolation.examples
-    if traits.refuses_records:
-        return traits.refuses_records
-    if reads or compares or (own and not traits.fits_only):
-        return f"strategy.name: {strategy.name!r} does more with records than privacy.unit record or patient charges; use fedit"
-    return None
-
-
-def _distributed_dpsgd_refusal_reason(job: Job) -> str | None:
-    """Return why a strategy cannot train by DP-SGD steps over all sites (`trust: distributed`); None if it can.
-
-    Also None for `trust: local`, where each site takes its own steps.
-    """
-    strategy, name = job.strategy, f"strategy.name: {job.strategy.name!r}"
-    if job.config.dpsgd is None or job.config.dpsgd.trust == "local":
-        return None
-    if keeps_local(strategy, job.initial):
-        return f"{name} keeps tensors at their sites, and DP-SGD over all sites trains shared ones only; use fedit"
-    own = [
-        half
-        for half in ("receive", "local_update", "aggregate")
-        if getattr(type(strategy), half) is not getattr(Strategy, half)
-    ]
-    traits = strategy.traits
-    more = traits.parts or traits.ranks_differ or traits.scales_adapter or traits.fits != 1
-    if own or more or traits.needs == "sites":
-        what = f"({own[0]}) " if own else ""
-        return f"{name} does more {what}than to sum gradients, which is all that DP-SGD over all sites does; use fedit"
-    return None
 
 
 def build_model(config: JobConfig, site: SiteConfig) -> nn.Module:

@@ -1,7 +1,7 @@
 """The model card beside every saved adapter of a run: its origin, scores, privacy guarantee and limits."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Self
 
 from consilium import __version__
@@ -74,15 +74,6 @@ class Card:
             f"{config.model.name}-{config.model.variant}", config.adapter.kind, config.task.name, base_sha256,
             grid=TASKS[config.task.name].scores(config.task).grid, **more,
         )  # fmt: skip
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
-        """Return the card from plain values as `to_dict` returns them. Raises TypeError for missing or unknown fields."""
-        return cls(**{**raw, "notes": tuple(raw.get("notes", ()))})
 
 
 def scores_of(config: JobConfig, metrics: Mapping[str, float], stage: Stage) -> tuple[str, dict[str, Score]]:

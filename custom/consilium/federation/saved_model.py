@@ -3,7 +3,7 @@
 import math
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -82,7 +82,7 @@ def write_adapter_folder(
     card = replace(card, notes=(*card.notes, *found))
     with name_path_in_errors(made):
         export_adapter(made, export_tensors, config, plan)
-    save_state(made / TENSORS, kept.values, {"forward": kept.stored_forward_settings, "card": card.to_dict()})
+    save_state(made / TENSORS, kept.values, {"forward": kept.stored_forward_settings, "card": asdict(card)})
     write_atomic(made / "job.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False).encode())
     write_atomic(made / CARD, page(card).encode())
     for path in made.rglob("*"):
@@ -102,7 +102,10 @@ def read_adapter_folder(folder: Path) -> tuple[SavedModel, Card]:
     if bad := sorted(name for name, tensor in values.items() if not torch.isfinite(tensor).all()):
         raise CheckpointError(f"{path}: tensor {bad[0]!r} has NaN or Inf; take the adapter of another round or run")
     try:
-        kept, card = SavedModel(values, **meta["forward"]), Card.from_dict(meta["card"])
+        kept, card = (
+            SavedModel(values, **meta["forward"]),
+            Card(**{**meta["card"], "notes": tuple(meta["card"].get("notes", ()))}),
+        )
         check_scaling_and_share(kept, path)
     except (KeyError, TypeError, OverflowError) as error:
         raise CheckpointError(

@@ -40,20 +40,17 @@ def site_names(sites: str, data: Path | None) -> list[str]:
         count = int(sites) if len(sites) < 9 else MOST_SITES + 1
         if not 1 <= count <= MOST_SITES:
             raise ConfigError(f"--sites: {shown(sites, 20)}: expected a number from 1 to {MOST_SITES}, or names")
-        if there is None:
-            return _numbered_names(count)
-        if count > len(there):
+        if there is not None and count > len(there):
             raise ConfigError(
                 f"--sites: {count}: --data {data} has folders for {len(there)} ({_format_names(there)}); "
                 f"ask for at most {len(there)}"
             )
-        _check_names(there[:count], f"--data: {data}")
-        return there[:count]
-    if sites:
+        names = (_numbered_names(count) if there is None else there)[:count]
+    elif sites:
         names = [name.strip() for name in sites.split(",") if name.strip()]
     else:
-        names = there if there is not None else _numbered_names(3)
-    _check_names(names, "--sites" if sites else f"--data: {data}")
+        names = _numbered_names(3) if there is None else there
+    _check_names(names, f"--data: {data}" if there is not None and not sites else "--sites")
     if there is not None and (unknown := [name for name in names if name not in there]):
         raise ConfigError(f"--sites: {unknown[0]!r}: --data {data} has no such site; it has {_format_names(there)}")
     return names
@@ -101,19 +98,13 @@ def read_recorded_sites(folder: Path) -> RecordedSites:
 def check_same_sites(folder: Path, was: RecordedSites, sites: Mapping[str, SiteConfig]) -> None:
     """Raise ConfigError if the run in `folder`, recorded with the sites `was`, would be resumed with other sites or data."""
     now, run = sites_record(sites), f"the run in {folder}"
-    before, given = ({name: lists for name, lists in one.sites.items() if lists is not None} for one in (was, now))
-    if before and not given:
-        name, lists = next(iter(before.items()))
-        raise ConfigError(f"--data: not given, and {run} has {_format_lists(lists)} for {name}; give its --data again")
-    if given and not before:
-        raise ConfigError(f"--data: {run} generated its data; leave --data out")
     if was.sites.keys() != now.sites.keys():
         here, there = _format_names(list(now.sites)), _format_names(list(was.sites))
         raise ConfigError(f"--sites: {here}: {run} has {there}; give its --sites and --data again")
     if other := next((name for name in was.sites if was.sites[name] != now.sites[name]), ""):
         raise ConfigError(
             f"--data: {_format_lists(now.sites[other])} for {other}: {run} has {_format_lists(was.sites[other])}; "
-            "give its --data again"
+            "give --data as for that run"
         )
     if other := next((name for name, content in now.content.items() if was.content.get(name, content) != content), ""):
         raise ConfigError(
@@ -123,7 +114,7 @@ def check_same_sites(folder: Path, was: RecordedSites, sites: Mapping[str, SiteC
 
 
 def _format_lists(lists: list[str] | None) -> str:
-    return shown(", ".join(lists or ["no data list"]), 300)
+    return "generated data" if lists is None else shown(", ".join(lists or ["no data list"]), 300)
 
 
 def unused_state_warning(sites: Mapping[str, SiteConfig]) -> str:

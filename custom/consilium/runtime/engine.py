@@ -13,6 +13,7 @@ from consilium.core.sanitize import count_with_noun
 from consilium.core.storage import write_json
 from consilium.data.disk_cache import clear_cache_if_present
 from consilium.federation.job import Job
+from consilium.federation.job_checks import refuse_first
 from consilium.federation.simulated_sites import sites_record
 from consilium.privacy.secagg.certificates import FOLDER as IDENTITIES, SERVER, make_simulated_identities, read_root
 from consilium.runtime.run_loop import RunLoop, Take
@@ -22,7 +23,7 @@ from consilium.runtime.worker_pool import RemoteSite, SimulatedSite, WorkerPool,
 from consilium.server import run_start
 from consilium.server.coordinator import Coordinator
 from consilium.server.cross_site import CrossSites, former_run, scored_run_state
-from consilium.server.masked_round import Asked, MaskedRounds, aggregate_for
+from consilium.server.masked_round import Asked, MaskedRounds
 
 Members = Mapping[str, SimulatedSite | RemoteSite]
 POOLED = "centralized"
@@ -68,7 +69,7 @@ def simulate(
             probe = SiteDiagnostics(job, {name: member.site for name, member in here.items()})
         own = next(iter(sites.values())).model_copy(update={"tracking": tracking})
         saved = scored_run_state(job, former)
-        coordinator = Coordinator(job, workspace, observer, resume, aggregate_for(job), own)
+        coordinator = Coordinator(job, workspace, observer, resume, own=own)
         root = workspace / IDENTITIES / "rootCA.pem"
         masked = MaskedRounds(coordinator, read_root(root), SERVER) if job.config.secure_aggregation else None
         crossing = CrossSites(coordinator, job.config.cross_site, saved) if job.config.cross_site and saved else None
@@ -98,14 +99,15 @@ def _check_options(job: Job, sites: Mapping[str, SiteConfig], workspace: Path, r
         if job.config.secure_aggregation and rounds < job.config.training.rounds and not (workspace / IDENTITIES).is_dir():
             ended = f"ended after {count_with_noun(rounds, 'round')}, and its sites' keys are gone"
             raise ConfigError(f"--resume: the run in {workspace} {ended}; start anew in another --workspace")
-    if not workers:
-        return
-    if wide := next((name for name, site in sites.items() if site.device_count > 1), None):
-        raise ConfigError(f"--workers: {wide} has several devices, each with a process of its own; leave it out")
-    if job.strategy.traits.pools_data:
-        raise ConfigError(f"--workers: strategy {job.strategy.name!r} trains in one place; leave it out")
-    if job.config.diagnostics.reads_site_tensors:
-        raise ConfigError("--workers: diagnostics.leakage and oracle look inside sites of this process; leave it out")
+    wide = [name for name, site in sites.items() if site.device_count > 1]
+    problems = {
+        f"{next(iter(wide), '')} has several devices, each with a process of its own; leave it out": wide,
+        f"strategy {job.strategy.name!r} trains in one place; leave it out": job.strategy.traits.pools_data,
+        "diagnostics.leakage and oracle look inside sites of this process; leave it out": (
+            job.config.diagnostics.reads_site_tensors
+        ),
+    }
+    refuse_first("--workers", problems if workers else {})
 
 
 class LocalTransport:

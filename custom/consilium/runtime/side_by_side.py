@@ -12,6 +12,7 @@ many processors the rows of a matrix product depend on the number of rows, so th
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -53,18 +54,10 @@ class _Forward:
             yield
 
 
-@dataclass(frozen=True)
-class _Backward:
-    """A site's request for the gradients of a loss."""
-
-    loss: Tensor
-
-
-@dataclass(frozen=True)
-class _Save:
-    """A site's request to store its result; granted when all sites of the group have trained."""
-
-
+SAVE = "save"
+"""A site's request to store its result; granted when all sites of the group have trained."""
+_Request = _Forward | Tensor | str
+"""What a site's thread waits for: the output of its model, the gradients of a loss, or SAVE."""
 LAST = (sys.maxsize, 0)
 """The `progress_key` of sites that have trained."""
 
@@ -96,7 +89,7 @@ class SideBySide:
     def __init__(self, sites: Mapping[str, Client], most: int, observer: Observer) -> None:
         self._most, self._observer = most, observer
         self._checked, self._refused, self._told = set[object](), False, False
-        self._running: dict[int, _Worker] = {}
+        self._running: dict[int | None, _Worker] = {}
         for site in sites.values():
             part = joined_part(site.context.model)
             vars(part)["forward"] = partial(self._forward, site.context.model, part, part.forward)
@@ -109,12 +102,14 @@ class SideBySide:
         for start in range(0, len(names), self._most):
             workers = [_Worker(name, work[name]) for name in names[start : start + self._most]]
             self._run_together(workers)
-            done |= {worker.name: worker.outcome for worker in workers}
+            done |= {worker.name: worker.outcome.result for worker in workers}
         return done
 
     def _run_together(self, workers: Sequence["_Worker"]) -> None:
         """Run the workers in turns. Those with the same kind of request continue in one joint pass."""
-        self._running = {worker.start_thread(): worker for worker in workers}
+        for worker in workers:
+            worker.thread.start()
+        self._running = {worker.thread.ident: worker for worker in workers}
         try:
             for worker in workers:
                 worker.run_until_request()
@@ -133,11 +128,11 @@ class SideBySide:
         """Answer the requests of sites that are equally far (`_Worker.progress_key`)."""
         if group[0].progress_key == LAST:
             for worker in group:
-                worker.may_save, worker.answer = True, partial(_return_value, None)
+                worker.may_save, worker.answer = True, _run(lambda: None)
             return
-        losses = [worker.request.loss for worker in group if isinstance(worker.request, _Backward)]
+        losses = [worker.request for worker in group if isinstance(worker.request, Tensor)]
         if losses:
-            answer = _capture_result(lambda: torch.autograd.backward(losses))
+            answer = _run(lambda: torch.autograd.backward(losses))
             for worker in group:
                 worker.answer = answer
             return
@@ -178,7 +173,7 @@ class SideBySide:
             set_random_state(before)
             return False
         for worker, output in zip(workers, outputs, strict=True):
-            worker.answer = partial(_return_value, output)
+            worker.answer.set_result(output)
         return True
 
     def _warn_once(self, why: str) -> None:
@@ -199,11 +194,11 @@ class SideBySide:
         if worker is None:
             loss.backward()
         else:
-            worker.wait(_Backward(loss))
+            worker.wait(loss)
 
     def _before_saving(self) -> None:
         if worker := self._running.get(threading.get_ident()):
-            worker.wait(_Save())
+            worker.wait(SAVE)
 
 
 class _Worker:
@@ -211,14 +206,13 @@ class _Worker:
 
     def __init__(self, name: str, work: Callable[[], Any]) -> None:
         self.name = name
-        self.request: _Forward | _Backward | _Save | None = None
+        self.request: _Request | None = None
         self.may_save = False
         self._stop: BaseException | None = None
-        self.answer: Callable[[], Any] = partial(_return_value, None)
-        self.outcome: Callable[[], Any] = partial(_return_value, None)
+        self.answer, self.outcome = Future[Any](), Future[Any]()
         self._work, self._backward_passes, self._random, self._stopping, self._ended = work, 0, random_state(), False, False
         self._may, self._has_stopped = threading.Semaphore(0), threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property
     def progress_key(self) -> tuple[int, int]:
@@ -226,15 +220,9 @@ class _Worker:
 
         The sites that are least far continue first, so that sites with more batches to score stay in step with the others.
         """
-        if isinstance(self.request, _Save):
+        if isinstance(self.request, str):
             return LAST
         return self._backward_passes, int(self.request.gradients) if isinstance(self.request, _Forward) else 2
-
-    def start_thread(self) -> int:
-        """Start the thread, which waits for `run_until_request`; return the thread's identifier."""
-        self._thread.start()
-        assert self._thread.ident is not None
-        return self._thread.ident
 
     def run_until_request(self) -> None:
         """Let the site run until its next request or its end. Raises the error that ended it if this must end the run."""
@@ -250,7 +238,7 @@ class _Worker:
         self._stopping = True
         while not self._ended:
             self.run_until_request()
-        self._thread.join()
+        self.thread.join()
 
     def answer_alone(self) -> None:
         """Answer the request with the site's own model."""
@@ -258,42 +246,34 @@ class _Worker:
         assert isinstance(request, _Forward)
         set_random_state(self._random)
         with request.use_thread_modes():
-            self.answer = _capture_result(request.call.run_alone)
+            self.answer = _run(request.call.run_alone)
         self._random = random_state()
 
-    def wait(self, request: _Forward | _Backward | _Save) -> Any:
+    def wait(self, request: _Request) -> Any:
         """Block this thread until the request is answered, and return the answer. Raises Stopped if the run ends before."""
-        self._random, self.request = random_state(), request
+        self._random, self.request, self.answer = random_state(), request, Future()
         self._has_stopped.release()
         self._may.acquire()
         if self._stopping and not self.may_save:
             raise Stopped("the run was stopped")
-        self._backward_passes += isinstance(request, _Backward)
-        return self.answer()
+        self._backward_passes += isinstance(request, Tensor)
+        return self.answer.result()
 
     def _run(self) -> None:
         self._may.acquire()
         if not self._stopping:
-            try:
-                self.outcome = partial(_return_value, self._work())
-            except BaseException as error:
-                self.outcome = partial(_raise_error, error)
-                self._stop = error if isinstance(error, STOPS) else None
+            self.outcome = _run(self._work)
+            error = self.outcome.exception()
+            self._stop = error if isinstance(error, STOPS) else None
         self._ended = True
         self._has_stopped.release()
 
 
-def _capture_result(work: Callable[[], Any]) -> Callable[[], Any]:
-    """Call `work` now. Return a function that returns its result or raises its error."""
+def _run(work: Callable[[], Any]) -> Future[Any]:
+    """Call `work` now. Return its result or error as a future."""
+    done = Future[Any]()
     try:
-        return partial(_return_value, work())
+        done.set_result(work())
     except BaseException as error:
-        return partial(_raise_error, error)
-
-
-def _return_value(value: Any) -> Any:
-    return value
-
-
-def _raise_error(error: BaseException) -> Any:
-    raise error
+        done.set_exception(error)
+    return done

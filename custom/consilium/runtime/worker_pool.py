@@ -1,13 +1,14 @@
 """The sites of a simulation, in this process or distributed over worker processes."""
 
 import traceback
-from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple, Self
 
 from consilium.client.build import build_guard, build_site
@@ -16,7 +17,7 @@ from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig, check_simulated_plugins
 from consilium.core.child_process import ChildProcess, exit_with_parent, receive, send_by_value
-from consilium.core.errors import ConsiliumError, Reason
+from consilium.core.errors import ConsiliumError
 from consilium.core.messages import Hello, Kind, Observer, Payload, Tensors, loading_event
 from consilium.core.schema import validate
 from consilium.federation.job import Job, build_model
@@ -87,7 +88,6 @@ def simulated_sites(
 class WorkerSetup(NamedTuple):
     """The data from which a worker builds its sites, see simulated_sites: job settings, initial tensors and site settings."""
 
-    number: int
     settings: dict[str, Any]
     initial: Tensors
     sites: dict[str, SiteConfig]
@@ -95,110 +95,84 @@ class WorkerSetup(NamedTuple):
     former: Path | None
 
 
-class Failed(NamedTuple):
-    """A site's failure: one line and a reason for an expected error, a traceback without a reason for any other."""
-
-    text: str
-    reason: Reason | None
-
-
 class _Gone(Exception):
     """A worker process has ended unexpectedly. This is not the error of one site, so the simulation ends."""
-
-
-class Worker(ChildProcess):
-    """A worker process with its sites, and the queue of its questions."""
-
-    def __init__(self) -> None:
-        super().__init__(worker_main, threads=1)
-        self.waiting, self.busy = deque[tuple[Any, ...]](), False
-
-    def ask(self, site: str, *question: Any) -> None:
-        """Queue a question to a site: the arguments of SimulatedSite.ask.
-
-        It is sent after the one before is answered, because a worker does not receive while it sends.
-        """
-        self.waiting.append((site, *question))
-        self.send_next()
-
-    def send_next(self) -> None:
-        """Send the next queued question, unless one is unanswered."""
-        if self.waiting and not self.busy:
-            self.busy = True
-            with suppress(OSError):  # the worker has ended, which `_await_answer` reports
-                send_by_value(self.pipe, self.waiting.popleft())
 
 
 class WorkerPool:
     """The workers of one simulation. The context manager ends all processes, also after an error.
 
-    Raises ConsiliumError if a worker has ended unexpectedly.
+    A thread per worker sends its questions one after another, because a worker does not receive while it sends. Raises
+    ConsiliumError if a worker has ended unexpectedly.
     """
 
     def __init__(
-        self,
-        job: Job,
-        sites: Mapping[str, SiteConfig],
-        folder: Path,
-        count: int,
-        observer: Observer,
-        former: Path | None = None,
+        self, job: Job, sites: Mapping[str, SiteConfig], folder: Path, count: int, observer: Observer, former: Path | None
     ) -> None:
-        self.observer, self.answers = observer, dict[str | int, Any]()
+        self.observer, self._events = observer, SimpleQueue[Any]()
         names = list(sites)
-        self.workers = [Worker() for _ in range(min(count, len(names)))]
-        self.of = {name: self.workers[place % len(self.workers)] for place, name in enumerate(names)}
-        for number, worker in enumerate(self.workers):
-            dealt = {name: _with_gpu(sites[name], number) for name in names if self.of[name] is worker}
-            setup = WorkerSetup(number, job.config.model_dump(mode="json"), job.initial, dealt, folder, former)
-            with suppress(OSError):
+        self._workers = [ChildProcess(worker_main, threads=1) for _ in range(min(count, len(names)))]
+        self._threads = [ThreadPoolExecutor(1) for _ in self._workers]
+        self._place = {name: place % len(self._workers) for place, name in enumerate(names)}
+        for number, worker in enumerate(self._workers):
+            dealt = {name: _with_gpu(sites[name], number) for name in names if self._place[name] == number}
+            setup = WorkerSetup(job.config.model_dump(mode="json"), job.initial, dealt, folder, former)
+            with suppress(OSError):  # the worker has ended, which `_await` reports
                 send_by_value(worker.pipe, setup)
-            worker.busy = True
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for worker in self.workers:
+        for worker in self._workers:
             if error[0] is None:
                 with suppress(OSError):
                     send_by_value(worker.pipe, None)  # the worker then closes its files and ends
                     worker.process.join(5)
             worker.process.terminate()
-        for worker in self.workers:
+        for worker, thread in zip(self._workers, self._threads, strict=True):
             worker.end()
+            thread.shutdown(wait=False, cancel_futures=True)
         if isinstance(error[1], _Gone):
             raise ConsiliumError(str(error[1])) from None
 
     def wait_for_sites(self) -> dict[str, "RemoteSite"]:
         """Wait until all sites are built, and return them. Raises ConsiliumError if a site cannot be built."""
-        for number, _ in enumerate(self.workers):
-            self._await_answer(number)
-        return {name: RemoteSite(name, self) for name in self.of}
+        for number, thread in enumerate(self._threads):
+            self._await(number, thread.submit(self._answer_of, number))
+        return {name: RemoteSite(name, self) for name in self._place}
 
     def ask(self, site: str, *question: Any) -> Callable[[], Any]:
-        """Send a question to a site. Return a function that waits for the answer and raises the site's ConsiliumError."""
-        self.of[site].ask(site, *question)
-        return lambda: self._await_answer(site)
+        """Send a site a question: the arguments of SimulatedSite.ask.
 
-    def _await_answer(self, who: str | int) -> Any:
-        while who not in self.answers:
-            pipes = {worker.pipe: worker for worker in self.workers}
-            for pipe in connection.wait(list(pipes)):
-                worker = pipes[pipe]  # type: ignore[index]
-                try:
-                    sender, answer = receive(worker.pipe)
-                except (EOFError, OSError):
-                    raise _Gone(f"--workers: {worker.end()} `--resume` goes on from the last finished round") from None
-                if sender is None:
-                    self.observer(answer)
-                    continue
-                self.answers[sender] = answer
-                worker.busy = False
-                worker.send_next()
-        found = self.answers.pop(who)
-        if isinstance(found, Failed):
-            raise ConsiliumError(found.text, found.reason) if found.reason else RuntimeError(found.text)
+        Return a function that waits for the answer and raises the site's ConsiliumError.
+        """
+        number = self._place[site]
+        return partial(self._await, number, self._threads[number].submit(self._exchange, number, (site, *question)))
+
+    def _exchange(self, number: int, question: tuple[Any, ...]) -> Any:
+        send_by_value(self._workers[number].pipe, question)
+        return self._answer_of(number)
+
+    def _answer_of(self, number: int) -> Any:
+        while True:
+            is_event, found = receive(self._workers[number].pipe)
+            if not is_event:
+                return found
+            self._events.put(found)
+
+    def _await(self, number: int, future: Future[Any]) -> Any:
+        """Return a worker's answer. Meanwhile, pass on the events of all workers, in this thread."""
+        future.add_done_callback(self._events.put)
+        while (event := self._events.get()) is not future:
+            self.observer(event)
+        try:
+            found = future.result()
+        except (EOFError, OSError):
+            ended = self._workers[number].end()
+            raise _Gone(f"--workers: {ended} `--resume` goes on from the last finished round") from None
+        if isinstance(found, Exception):
+            raise found
         return found
 
 
@@ -231,31 +205,30 @@ def _with_gpu(site: SiteConfig, number: int) -> SiteConfig:
 def worker_main(pipe: connection.Connection) -> None:
     """Run in a worker process: build the sites, then answer questions until None is received."""
     exit_with_parent()
-    setup: WorkerSetup = receive(pipe)
-
-    def send_event(event: Mapping[str, Any]) -> None:
-        send_by_value(pipe, (None, dict(event)))
-
     members: dict[str, SimulatedSite] = {}
 
-    def make_sites() -> None:
+    def observe(event: Mapping[str, Any]) -> None:
+        send_by_value(pipe, (True, dict(event)))
+
+    def make_sites(setup: WorkerSetup) -> None:
         # None: all installed plug-ins are allowed, because this is the researcher's own machine
         config = validate(JobConfig, setup.settings, Path("job.yaml"), None)
-        members.update(simulated_sites(Job(config, setup.initial), setup.sites, setup.folder, send_event, setup.former))
+        members.update(simulated_sites(Job(config, setup.initial), setup.sites, setup.folder, observe, setup.former))
+
+    def answer(do: Callable[..., Any], *words: Any) -> None:
+        found: Any
+        try:
+            found = do(*words)
+        except ConsiliumError as error:
+            found = error
+        except Exception:
+            found = RuntimeError(traceback.format_exc())
+        send_by_value(pipe, (False, found))
 
     with suppress(EOFError, OSError):
-        send_by_value(pipe, (setup.number, _result_or_failure(make_sites)))
+        answer(make_sites, receive(pipe))
         while (question := receive(pipe)) is not None:
             site, *words = question
-            send_by_value(pipe, (site, _result_or_failure(lambda: members[site].ask(*words))))  # noqa: B023 - called at once
+            answer(members[site].ask, *words)
     for member in members.values():
         member.close()
-
-
-def _result_or_failure(do: Callable[[], Any]) -> Any:
-    try:
-        return do()
-    except ConsiliumError as error:
-        return Failed(str(error), error.reason)
-    except Exception:
-        return Failed(traceback.format_exc(), None)

@@ -16,6 +16,8 @@ from consilium.core.errors import ConsiliumError, RefusedError
 from consilium.core.messages import TRAIN_LOSS, TRAIN_PENALTY, Payload, SiteInfo, Tensors
 from consilium.core.norms import concat_small
 from consilium.federation.job import Job
+from consilium.privacy.guard.release import geometries, server_sees_only_sums
+from consilium.privacy.mechanism import Geometry, restore_update
 from consilium.privacy.secagg.arithmetic import UNIT, quantize
 from consilium.server.checks import check_next_state
 from consilium.strategies.strategy import RoundResults, ServerState, SiteResult, Strategy, trained_names
@@ -52,30 +54,22 @@ FIRST, SECOND = "first", "second"
 """Prefixes of names in ServerState.optimizer: "first/<tensor>" is m, "second/<tensor>" is v."""
 
 
-def apply_server_optimizer(job: Job, state: ServerState, mean: Tensors) -> tuple[ServerState, Tensors]:
-    """Apply the job's server optimizer to a mean update. Return the state with new moments, and the step to add.
-
-    Tensors that are shared but not trained, such as FedDBE's mean of features, are added unchanged.
-    """
-    config = job.config
-    if config.dpsgd is not None and config.dpsgd.trust == "distributed":
-        return training_optimizer_step(config.training, state, mean)
-    if config.server is None:
-        return state, mean
-    trained = trained_names(job.strategy, job.initial, state.round, state.phase)
-    after, steps = server_optimizer_step(
-        config.server, state, {name: update for name, update in mean.items() if name in trained}
-    )
-    return after, {**mean, **steps}
-
-
 def aggregate_results(job: Job, state: ServerState, mean: RoundResults) -> ServerState:
-    """Return the next state after aggregating `mean`. Raises ConsiliumError if the result has NaN or Inf, or an error occurs.
+    """Return the next state after the server optimizer's step, if the job has one, and the strategy's aggregation of `mean`.
 
-    `state` is not changed.
+    Tensors that are shared but not trained, such as FedDBE's mean of features, are added unchanged. Raises ConsiliumError if
+    the result has NaN or Inf, or an error occurs. `state` is not changed.
     """
+    config, before = job.config, state
+    if config.dpsgd is not None and config.dpsgd.trust == "distributed":
+        before, mean = training_optimizer_step(config.training, state, mean)
+    elif config.server is not None:
+        trained = trained_names(job.strategy, job.initial, state.round, state.phase)
+        descent = {name: update for name, update in mean.items() if name in trained}
+        before, steps = server_optimizer_step(config.server, state, descent)
+        mean = {**mean, **steps}
     try:
-        after = job.strategy.aggregate(*apply_server_optimizer(job, state, mean))
+        after = job.strategy.aggregate(before, mean)
     except RuntimeError as error:  # a decomposition that does not converge
         why = " ".join(str(error).split())[:200]
         raise ConsiliumError(f"round {state.round + 1}: the results cannot be merged ({type(error).__name__}: {why})") from None
@@ -246,6 +240,43 @@ class RoundAggregate:
         mean = robust_mean(self.server, updates) if self.server.is_robust else self._mean.value()
         self.reset()
         return mean
+
+
+class MaskedAggregate(RoundAggregate):
+    """An aggregate that is filled with the opened sum instead of single updates."""
+
+    def add(self, site: SiteInfo, update: Payload, weight: int, sent: Payload) -> None:
+        """Do nothing, because the update is already in the sum."""
+
+    def fill(self, sums: Tensors, divisor: float, maps: Mapping[str, Geometry]) -> None:
+        """Set the opened sums (int64, units), their divisor, and the maps from whitened coordinates back to updates."""
+        self._mean.set_sums(sums, divisor)
+        self._maps = dict(maps)
+
+    def take_mean(self) -> Tensors:
+        """Return the mean update, float64, and forget the sum."""
+        return restore_update(self._maps, super().take_mean())
+
+
+def with_divisor_and_maps(
+    job: Job, state: ServerState, sums: Tensors, weight: int
+) -> tuple[Tensors, float, dict[str, Geometry]]:
+    """Return the unmasked `sums` of a phase (int64, units) with their divisor and the whitening maps.
+
+    `weight`: the sum of the sites' weights. A DP-SGD step is divided by the job's constant, which does not depend on what was
+    drawn. The maps turn whitened coordinates into updates, by tensor name; {} if no tensor is whitened.
+    """
+    public = state.shared | state.initial
+    if not server_sees_only_sums(job.config):
+        return sums, weight, {}
+    divisor = job.config.dpsgd.divisor if job.config.dpsgd else None
+    return sums, divisor or weight, geometries(job.strategy, job.config, sums, public, state.round, state.phase)
+
+
+def aggregate_for(job: Job) -> RoundAggregate:
+    """Return the aggregate that collects a job's results: masked or not."""
+    kind = MaskedAggregate if job.config.secure_aggregation else RoundAggregate
+    return kind(job.strategy, job.config.server)
 
 
 def mean_penalty_losses(trained: Sequence[Mapping[str, float]]) -> dict[str, float]:

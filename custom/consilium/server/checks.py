@@ -75,10 +75,24 @@ def check_hello(hello: Hello, packages: Mapping[str, str]) -> None:
 
 
 def check_update(job: Job, plan: Plan | None, result: Payload, sent: Payload) -> None:
-    """Raise RefusedError unless `result` is an update that answers `sent`, with a plausible norm."""
-    check_result(job, result)
+    """Raise RefusedError unless `result` is an update that answers `sent`, with a plausible norm.
+
+    It has exactly the tensors that the strategy uploads, no scalars, and known metrics. Tensors must be plain, finite, and of
+    the adapter's type. Numbers must be real and finite.
+    """
+    masked, names = job.config.secure_aggregation, job.strategy.names(job.initial, Role.SHARED, result.round, result.phase)
+    dtypes = {MASKED: torch.int64} if masked else {name: job.initial[name].dtype for name in names}
+    if wrong := set(dtypes) ^ result.tensors.keys():
+        raise RefusedError(f"tensor {_first_name(wrong)!r} is {'missing' if wrong & set(dtypes) else 'not expected'}")
+    for name, dtype in dtypes.items():
+        _check_tensor(name, result.tensors[name], dtype)
+    _check_finite(result.tensors)
+    if result.scalars:
+        raise RefusedError(f"scalar {_first_name(result.scalars)!r} is not expected: a site sends tensors and metrics")
+    _check_seal(result)
+    _check_metrics(job, result.metrics)
     expected = upload_shapes(job.strategy, sent)
-    if job.config.secure_aggregation is not None:  # only the length of a masked update is visible
+    if masked is not None:  # only the length of a masked update is visible
         length, size = tuple(result.tensors[MASKED].shape), vector_length(layout(expected))
         if length != (size,):
             raise RefusedError(f"masked update has shape {length}, not {(size,)}")
@@ -96,24 +110,6 @@ def check_update(job: Job, plan: Plan | None, result: Payload, sent: Payload) ->
     if update > limit * (adapter + noise):  # it would ruin the mean for all sites
         against = f"{limit:g} times the adapter's {adapter:.3g}" + (f" and noise of {noise:.3g}" if noise else "")
         raise RefusedError(f"update has norm {update:.3g}, over {against}; see that site, or raise federation.max_norm_ratio")
-
-
-def check_result(job: Job, result: Payload) -> None:
-    """Raise RefusedError unless `result` has exactly the tensors that the strategy uploads, no scalars, and known metrics.
-
-    Tensors must be plain, finite, and of the adapter's type. Numbers must be real and finite.
-    """
-    masked, names = job.config.secure_aggregation, job.strategy.names(job.initial, Role.SHARED, result.round, result.phase)
-    expected = {MASKED: torch.int64} if masked else {name: job.initial[name].dtype for name in names}
-    if wrong := set(expected) ^ result.tensors.keys():
-        raise RefusedError(f"tensor {_first_name(wrong)!r} is {'missing' if wrong & set(expected) else 'not expected'}")
-    for name, dtype in expected.items():
-        _check_tensor(name, result.tensors[name], dtype)
-    _check_finite(result.tensors)
-    if result.scalars:
-        raise RefusedError(f"scalar {_first_name(result.scalars)!r} is not expected: a site sends tensors and metrics")
-    _check_seal(result)
-    _check_metrics(job, result.metrics)
 
 
 def check_evaluation(job: Job, result: Payload, round: int, phase: int) -> None:

@@ -27,7 +27,7 @@ from consilium.privacy.randomness import Randomness
 from consilium.report.run_files import RunLog
 from consilium.report.tracking import Tracker
 from consilium.server import run_start
-from consilium.server.aggregation import RoundAggregate, aggregate_results, mean_penalty_losses
+from consilium.server.aggregation import RoundAggregate, aggregate_for, aggregate_results, mean_penalty_losses
 from consilium.server.checks import check_evaluation, check_hello, check_update, refusals_text, remedy_text
 from consilium.server.early_stopping import early_end, no_score_warning, updated_validations
 from consilium.server.run_start import Saved, server_start
@@ -105,7 +105,7 @@ class Coordinator:
         """By site, why it may not join or did not join."""
         self._lock = threading.Lock()
         self.survey = StatisticsRound(job.config, folder, observer)
-        self.aggregate = aggregate or RoundAggregate(job.strategy, job.config.server)
+        self.aggregate = aggregate or aggregate_for(job)
         self.plan = make_plan(job.config, job.strategy, names=job.initial)
         if resume:
             saved = run_start.load_for_resume(folder, job)
@@ -182,7 +182,11 @@ class Coordinator:
                 out = {name: reason for name, reason in self.declined.items() if name not in self.sites}
                 step = "mend that, then submit the job again" if out else "wait for more sites or lower it"
                 raise ConsiliumError(f"round {self.state.round + 1}: {refusals_text(out, 'refused')}{have}; {step}")
-            self.asked = {name: self.sites[name] for name in names or self._sample_sites()}
+            if not names:  # the sample follows from seed and round, so all phases of a round have the same sites
+                config, every = self.job.config, sorted(self.trainers)
+                count = max(self.quorum, math.ceil(config.federation.fraction_train * len(every)))
+                names = sorted(random.Random(seed_for(config.training.seed, "sample", self.state.round)).sample(every, count))
+            self.asked = {name: self.sites[name] for name in names}
             self.accepted, self._results, self._trained, self.reasons = set(), {}, [], {}
             self.aggregate.reset(len(self.asked))
         if (self.state.round, self.state.phase) == (0, 0):
@@ -224,12 +228,6 @@ class Coordinator:
         self.log.record_held_out_scores(name, result)
         self.observer({"event": "held_out", "site": name, "round": result.round, "metrics": result.metrics})
         return None
-
-    def _sample_sites(self) -> list[str]:
-        """Return the sites that train in this round. They follow from seed and round, so all phases have the same."""
-        names, config = sorted(self.trainers), self.job.config
-        count = max(self.quorum, math.ceil(config.federation.fraction_train * len(names)))
-        return sorted(random.Random(seed_for(config.training.seed, "sample", self.state.round)).sample(names, count))
 
     def accept(self, name: str, result: Payload) -> str | None:
         """Add one site's result to the round. Return None, or why it was refused. A refusal never stops the round."""

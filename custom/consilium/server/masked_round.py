@@ -7,22 +7,20 @@ stored answers.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from cryptography import x509
 
 from consilium.core.errors import ConsiliumError
-from consilium.core.messages import Kind, Payload, SiteInfo, Tensors
-from consilium.federation.job import Job
-from consilium.privacy.guard.release import geometries, server_sees_only_sums, upload_shapes
-from consilium.privacy.mechanism import Geometry, restore_update
+from consilium.core.messages import Kind, Payload, SiteInfo
+from consilium.privacy.guard.release import upload_shapes
 from consilium.privacy.secagg.arithmetic import Layout, layout, unflatten
 from consilium.privacy.secagg.server import HELLO, Attempt, Collector
 from consilium.privacy.secagg.terms import Message, needed_cancellations
-from consilium.server.aggregation import RoundAggregate
+from consilium.server.aggregation import MaskedAggregate, with_divisor_and_maps
 from consilium.server.checks import refusals_text, remedy_text
 from consilium.server.coordinator import Coordinator
-from consilium.strategies.strategy import ServerState
 
 FOLDER = "masks"
 Asked = Payload | Message
@@ -32,43 +30,6 @@ Ask = Callable[[Kind, Mapping[str, Asked], Callable[[str, Any], None], Callable[
 If `take` raises RefusedError, the answer is refused. The function returns when all sites have answered or failed, or some time
 after enough() returns True.
 """
-
-
-class MaskedAggregate(RoundAggregate):
-    """An aggregate that is filled with the opened sum instead of single updates."""
-
-    def add(self, site: SiteInfo, update: Payload, weight: int, sent: Payload) -> None:
-        """Do nothing, because the update is already in the sum."""
-
-    def fill(self, sums: Tensors, divisor: float, maps: Mapping[str, Geometry]) -> None:
-        """Set the opened sums (int64, units), their divisor, and the maps from whitened coordinates back to updates."""
-        self._mean.set_sums(sums, divisor)
-        self._maps = dict(maps)
-
-    def take_mean(self) -> Tensors:
-        """Return the mean update, float64, and forget the sum."""
-        return restore_update(self._maps, super().take_mean())
-
-
-def with_divisor_and_maps(
-    job: Job, state: ServerState, sums: Tensors, weight: int
-) -> tuple[Tensors, float, dict[str, Geometry]]:
-    """Return the unmasked `sums` of a phase (int64, units) with their divisor and the whitening maps.
-
-    `weight`: the sum of the sites' weights. A DP-SGD step is divided by the job's constant, which does not depend on what was
-    drawn. The maps turn whitened coordinates into updates, by tensor name; {} if no tensor is whitened.
-    """
-    public = state.shared | state.initial
-    if not server_sees_only_sums(job.config):
-        return sums, weight, {}
-    divisor = job.config.dpsgd.divisor if job.config.dpsgd else None
-    return sums, divisor or weight, geometries(job.strategy, job.config, sums, public, state.round, state.phase)
-
-
-def aggregate_for(job: Job) -> RoundAggregate:
-    """Return the aggregate that collects a job's results: masked or not."""
-    kind = MaskedAggregate if job.config.secure_aggregation else RoundAggregate
-    return kind(job.strategy, job.config.server)
 
 
 @dataclass(frozen=True)
@@ -176,49 +137,31 @@ class MaskedRounds:
         sent = c.job.strategy.payload(c.state, SiteInfo("", 1, joined=False))
         order = layout(upload_shapes(c.job.strategy, sent))
         summed = Sum(attempt, parties, order, attempt.mask_context(parties, order, sent))
-        self._train(ask, summed, [name for name in summed.parties if name in present], payloads)
+        silent = [name for name in parties if name in present and attempt.load_masked(name) is None]
+        tasks = {name: replace(payloads[name], masking=attempt.train_question(name, parties)) for name in silent}
+        masked = set(parties) - set(silent)
+
+        def take_masked(name: str, result: Payload) -> None:
+            c.payload_answered(name, result)
+            attempt.take_masked(name, result)
+            masked.add(name)
+
+        ask(Kind.TRAIN, tasks, take_masked, lambda: len(masked) >= least)
         if not (survivors := attempt.close_masked(summed.parties)):
             return None
         there = [name for name in survivors if name in present]
-        if not attempt.has_threshold("confirm"):
-            self._confirm(ask, summed, survivors, there)
-        if attempt.has_threshold("confirm") and not attempt.has_threshold("reveal"):
-            self._reveal(ask, summed, there)
+        if not attempt.has_threshold("confirm"):  # the sites sign the sum
+            questions = {
+                name: attempt.question("confirm", survivors=survivors) for name in attempt.silent_sites("confirm", there)
+            }
+            take = partial(attempt.take_confirmed, survivors=survivors, masks=summed.masks)
+            ask(Kind.MASKS, questions, take, lambda: attempt.has_threshold("confirm"))
+        if attempt.has_threshold("confirm") and not attempt.has_threshold("reveal"):  # those that signed give their shares
+            signed = [name for name in there if name in attempt.answers_to("confirm")]
+            questions = {name: attempt.reveal_question() for name in attempt.silent_sites("reveal", signed)}
+            take = partial(attempt.take_revealed, parties=parties, masks=summed.masks)
+            ask(Kind.MASKS, questions, take, lambda: attempt.has_threshold("reveal"))
         return (summed, survivors) if attempt.has_threshold("reveal") else None
-
-    def _confirm(self, ask: Ask, summed: Sum, survivors: list[str], there: list[str]) -> None:
-        """Ask the survivors in `there`, the sites that are present, to sign the sum."""
-        attempt, silent = summed.attempt, summed.attempt.silent_sites("confirm", there)
-
-        def take(name: str, answer: Any) -> None:
-            attempt.take_confirmed(name, answer, survivors, summed.masks)
-
-        questions = {name: attempt.question("confirm", survivors=survivors) for name in silent}
-        ask(Kind.MASKS, questions, take, lambda: attempt.has_threshold("confirm"))
-
-    def _reveal(self, ask: Ask, summed: Sum, there: list[str]) -> None:
-        """Ask the sites that signed the sum for their shares."""
-        attempt = summed.attempt
-        silent = attempt.silent_sites("reveal", [name for name in there if name in attempt.answers_to("confirm")])
-
-        def take(name: str, answer: Any) -> None:
-            attempt.take_revealed(name, answer, summed.parties, summed.masks)
-
-        ask(Kind.MASKS, {name: attempt.reveal_question() for name in silent}, take, lambda: attempt.has_threshold("reveal"))
-
-    def _train(self, ask: Ask, summed: Sum, names: list[str], payloads: Mapping[str, Payload]) -> None:
-        attempt, c = summed.attempt, self.coordinator
-        silent = [name for name in names if attempt.load_masked(name) is None]
-        tasks = {n: replace(payloads[n], masking=attempt.train_question(n, summed.parties)) for n in silent}
-        count = len(summed.parties) - len(silent)
-
-        def take(name: str, result: Payload) -> None:
-            nonlocal count
-            c.payload_answered(name, result)
-            attempt.take_masked(name, result)
-            count += 1
-
-        ask(Kind.TRAIN, tasks, take, lambda: count >= attempt.terms.least)
 
     def _cancel_and_retry(self, ask: Ask, attempt: Attempt) -> Attempt:
         """Cancel an attempt and return a new one. Raises ConsiliumError if too few sites cancel.

@@ -14,8 +14,8 @@ from consilium.core.errors import CheckpointError, ConfigError
 from consilium.core.messages import Tensors
 from consilium.core.storage import checkpoint_hash, file_hash, flatten_groups, group_of, load_state, save_state
 from consilium.federation.job import Job, bare_model, checkpoint_of, kinds_of, resolve_checkpoint_path
-from consilium.federation.model_card import Card
-from consilium.federation.saved_model import TENSORS, SavedModel, read_adapter_folder
+from consilium.federation.job_checks import refuse_first
+from consilium.federation.saved_model import TENSORS, read_adapter_folder
 from consilium.report.run_files import incompatible_version
 from consilium.server.early_stopping import Validations
 from consilium.strategies.strategy import ServerState
@@ -55,15 +55,7 @@ def server_start(job: Job, own: SiteConfig) -> Start:
         return Start(job.initial)
     if job.config.adapter.start is not None:
         folder = resolve_checkpoint_path("adapter.start", job.config.adapter.start, own, "the server's")
-        kept, card = read_adapter_folder(folder)
-        _check_comparable(job.config, kept, card, folder)
-        if extra := sorted(name for name in kept.values.keys() - job.initial.keys() if not is_strategy_part(name)):
-            raise ConfigError(
-                f"adapter.start: {folder} has {extra[0]!r}, which this job's adapter lacks; use its adapter section"
-            )
-        # parts that only this job's strategy has start as usual
-        found = {name: _initial_value(name, fresh, kept, folder) for name, fresh in job.initial.items()}
-        return Start(found, card.base_sha256, file_hash(folder / TENSORS))
+        return _start_from_adapter(job, folder)
     if not job.strategy.traits.needs_base_weights:
         return Start(job.initial)
     config = job.config
@@ -77,32 +69,33 @@ def server_start(job: Job, own: SiteConfig) -> Start:
     return Start(start, checkpoint_hash(path) if path else "")
 
 
-def _initial_value(name: str, fresh: Tensor, kept: SavedModel, folder: Path) -> Tensor:
-    """Return a tensor's initial value from the adapter. Raises ConfigError if it is missing or has another shape."""
-    if name not in kept.values:
-        if is_strategy_part(name):
-            return fresh
-        raise ConfigError(f"adapter.start: {folder} lacks {name!r}, which this job trains; use its model and adapter sections")
-    if kept.values[name].shape != fresh.shape:
-        raise ConfigError(
-            f"adapter.start: {folder} has shape {tuple(kept.values[name].shape)} of {name!r}, "
-            f"this job's is {tuple(fresh.shape)}; use its adapter section and classes"
-        )
-    return kept.values[name].to(fresh.dtype)
+def _start_from_adapter(job: Job, folder: Path) -> Start:
+    """Return a start from an adapter folder. Parts that only this job's strategy has start as usual.
 
-
-def _check_comparable(config: JobConfig, kept: SavedModel, card: Card, folder: Path) -> None:
-    """Raise ConfigError if the adapter's kind, base or scaling differs, so that its numbers would mean something else here."""
-    base = f"{config.model.name}-{config.model.variant}"
-    for what, theirs, ours in (("kind", card.adapter, config.adapter.kind), ("base", card.model, base)):
-        if theirs != ours:
-            raise ConfigError(f"adapter.start: {folder} is of {what} {theirs!r}, this job's is {ours!r}; use that")
-    scaling = load_run_job(folder, frozenset(config.packages)).adapter.product_scaling * kept.scaling
-    if scaling != config.adapter.product_scaling:
-        raise ConfigError(
-            f"adapter.start: {folder} multiplies its products by {scaling:g}, "
-            f"this job by {config.adapter.product_scaling:g}; give rank and alpha as there"
-        )
+    Raises ConfigError if the adapter's kind, base or scaling differs, so that its numbers would mean something else here, or if
+    it has other tensors or shapes.
+    """
+    config, (kept, card) = job.config, read_adapter_folder(folder)
+    base, ours = f"{config.model.name}-{config.model.variant}", config.adapter.product_scaling
+    theirs = load_run_job(folder, frozenset(config.packages)).adapter.product_scaling * kept.scaling
+    extra, lacking = (
+        sorted(name for name in one.keys() - other.keys() if not is_strategy_part(name))
+        for one, other in ((kept.values, job.initial), (job.initial, kept.values))
+    )
+    unlike = [n for n, fresh in job.initial.items() if n in kept.values and kept.values[n].shape != fresh.shape]
+    shapes = [tuple(one[unlike[0]].shape) for one in (kept.values, job.initial)] if unlike else ["", ""]
+    problems = {
+        f"is of kind {card.adapter!r}, this job's is {config.adapter.kind!r}; use that": card.adapter != config.adapter.kind,
+        f"is of base {card.model!r}, this job's is {base!r}; use that": card.model != base,
+        f"multiplies its products by {theirs:g}, this job by {ours:g}; give rank and alpha as there": theirs != ours,
+        f"has {next(iter(extra), '')!r}, which this job's adapter lacks; use its adapter section": extra,
+        f"lacks {next(iter(lacking), '')!r}, which this job trains; use its model and adapter sections": lacking,
+        f"has shape {shapes[0]} of {next(iter(unlike), '')!r}, this job's is {shapes[1]}; use its adapter section and "
+        "classes": unlike,
+    }
+    refuse_first(f"adapter.start: {folder}", problems)
+    found = {name: kept.values[name].to(fresh.dtype) if name in kept.values else fresh for name, fresh in job.initial.items()}
+    return Start(found, card.base_sha256, file_hash(folder / TENSORS))
 
 
 # checkpoint ------------------------------------------------------------------------------------------------------------

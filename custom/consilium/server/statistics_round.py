@@ -19,7 +19,7 @@ SLACK = 0.02
 
 
 class StatisticsRound:
-    """The statistics of one run. The order of calls is begin -> (accept or decline)* -> finish.
+    """The statistics of one run. `asked`: the sites that are asked. Then come (accept or decline)*, and finish.
 
     `finish` writes statistics.json, statistics.txt and statistics.png.
     """
@@ -28,7 +28,7 @@ class StatisticsRound:
         self.config, self.folder, self.observer = config, folder, observer
         self.found: dict[str, SiteStatistics] = {}
         self.refused: dict[str, str] = {}
-        self._asked: set[str] = set()
+        self.asked: set[str] = set()
 
     @property
     def is_pending(self) -> bool:
@@ -36,13 +36,9 @@ class StatisticsRound:
         asks = self.config.statistics is not None and self.config.cross_site is None  # the run that it scores has asked already
         return asks and not (self.folder / FILE).is_file()
 
-    def record_asked_sites(self, names: Iterable[str]) -> None:
-        """Record the names of the sites that are asked."""
-        self._asked = set(names)
-
     def accept(self, name: str, values: Any) -> None:
         """Store a site's statistics. Raises RefusedError for a site that was not asked, and for invalid values."""
-        if name not in self._asked or name in self.found:
+        if name not in self.asked or name in self.found:
             raise RefusedError(f"{name}: statistics that nobody asked for")
         found = SiteStatistics.read(values)
         check_site_statistics(self.config, found)
@@ -57,11 +53,11 @@ class StatisticsRound:
     def finish(self) -> None:
         """Write the statistics of all sites as JSON, text and picture."""
         refused = {name: why for name, why in self.refused.items() if name not in self.found}  # a resumed run asks again
-        silent = {name: "no answer" for name in self._asked - self.found.keys() - refused.keys()}
+        silent = {name: "no answer" for name in self.asked - self.found.keys() - refused.keys()}
         said = {name: {"refused": why} for name, why in (refused | silent).items()}
         told = {name: one.model_dump(mode="json") for name, one in self.found.items()} | said
         sites = {name: told[name] for name in sorted(told)}
-        self._asked = set()
+        self.asked = set()
         write_atomic(self.folder / "statistics.txt", site_statistics.statistics_text(self.config.name, sites).encode())
         site_statistics.plot(self.folder / "statistics.png", sites)
         write_json(self.folder / FILE, {"job": self.config.name, "sites": sites}, indent=1)

@@ -25,8 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from consilium.config.job import JobConfig, job_file, load_job, make_job
-from consilium.config.overrides import parse_override
+from consilium.config.job import JobConfig, job_file, load_job, make_job, parse_override
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.sanitize import shown
 from consilium.core.schema import Section, did_you_mean, read_yaml, validate

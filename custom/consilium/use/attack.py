@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from consilium.adapters import adapter_state
 from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig
-from consilium.config.site import CacheConfig, SiteConfig
+from consilium.config.site import SiteConfig
 from consilium.core.errors import DataError
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.patients import item_pseudonym
@@ -45,7 +45,7 @@ from consilium.privacy.accounting import epsilon_of, noise_multiplier_for_part
 from consilium.privacy.plan import make_plan
 from consilium.tasks.base import Task
 from consilium.training.device import autocast
-from consilium.use.model import TrainedModel
+from consilium.use.model import TrainedModel, settings_for
 
 DELTA = 1e-5
 """The delta of a bound on a model that was trained without privacy."""
@@ -86,7 +86,7 @@ def attack(
     `shadows`: models that were trained on other parts of the same data list. `phantom_folder`: receives generated phantoms.
     `on_progress` is called for each unit. Raises DataError.
     """
-    own = site.model_copy(update={"cache": CacheConfig(gigabytes=0), "checkpoints": opened.own.checkpoints, "test_only": False})
+    own = settings_for(opened, site)
     private = opened.config.privacy
     delta = private.delta if private else DELTA
     models = [opened, *shadows]
@@ -116,13 +116,9 @@ def attack(
 
 
 def _training_keys(opened: TrainedModel, site: SiteConfig, name: str, phantom_folder: Path) -> set[Key]:
-    config = opened.config.model_copy(update={"privacy": None})
-    return {
-        key_of(item)
-        for item in load_site_data(config, name, site, phantom_folder, ignore_unfit=opened.config.privacy is not None).splits[
-            "training"
-        ]
-    }
+    config, ignore_unfit = opened.config.model_copy(update={"privacy": None}), opened.config.privacy is not None
+    data = load_site_data(config, name, site, phantom_folder, ignore_unfit=ignore_unfit)
+    return {key_of(item) for item in data.splits["training"]}
 
 
 def _keep_varied_samples(whole: DataList, seen: Sequence[set[Key]]) -> DataList:

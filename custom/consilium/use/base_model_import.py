@@ -25,9 +25,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from consilium import __version__
-from consilium.core.errors import STOPS, CheckpointError, ConfigError
+from consilium.core.errors import STOPS, CheckpointError, ConfigError, raise_first
 from consilium.core.sanitize import shown
 from consilium.core.storage import PUBLIC, file_hash, write_atomic
+from consilium.data.safe_open import read_text
 from consilium.models.architecture import gguf_files, refuse_adapter
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer, restore_conv1d
 from consilium.models.model_writer import no_progress_bar, save_text_model
@@ -35,7 +36,7 @@ from consilium.models.transformers_folder import shorten_error
 from consilium.models.untrusted_folder import INDEX, WEIGHTS, name_field_in_errors, plain_file, read_json
 from consilium.report.tables import only_true
 from consilium.tasks.language.prompts import Prompt
-from consilium.use.output_folder import LICENCES, check_destination, match_file_mode, new_folder
+from consilium.use.output_folder import LICENCES, check_destination, new_folder
 
 PROVENANCE = "provenance.json"
 UNKNOWN = "unknown"
@@ -56,6 +57,7 @@ _KEPT = {
 }
 """Settings of a LoRA adapter that decide the result of a merge."""
 _UNREAD = {
+    "init_lora_weights",  # which is checked alone
     "base_model_name_or_path",
     "peft_type",
     "task_type",
@@ -74,6 +76,7 @@ _UNREAD = {
 """Settings that do not influence a merge. `fan_in_fan_out` is for layers that are ordinary linear layers here."""
 _STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` that do not change the base's weights. PiSSA, OLoRA, LoftQ and others change them."""
+REMEDY = "merge it by PEFT's merge_and_unload, and import the merged folder"
 _NAMES = re.compile(r"[\w.^$|-]*", re.ASCII)
 """Allowed names and patterns of layers. Repetition is not allowed, because such a regular expression may run for ever."""
 _SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
@@ -81,15 +84,10 @@ _SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
 
 @dataclass(frozen=True)
 class Imported:
-    """An imported model. `stored`: bytes of its parameters on disk. `loaded`: their bytes as float32 in a run.
+    """An imported model. `stored`: bytes of its parameters on disk. `notes`: lines for the user about the import."""
 
-    `notes`: lines for the user about the import.
-    """
-
-    folder: Path
     parameters: int
     stored: int
-    loaded: int
     licence: str
     notes: tuple[str, ...]
 
@@ -113,18 +111,20 @@ def import_model(
     `adapter`: a PEFT folder of LoRA, which is merged first. `template`: a Jinja file that replaces the source's chat template.
     `licence` replaces the licence that the source names. Raises ConfigError, CheckpointError; then nothing is written.
     """
-    check_destination(folder, force=False)
+    check_destination(folder)
     with name_field_in_errors("SOURCE"):
         found = _load_gguf(source) if gguf_files(source) else _load_folder(source)
     if template is not None:
-        found.tokenizer.chat_template = _read_template(template)
+        found.tokenizer.chat_template = read_text(template, "give a chat template in Jinja", LONGEST_TEMPLATE)
     told = dict(found.told) | {"licence": licence or found.told["licence"]}
     if adapter is not None:
         with name_field_in_errors(
             "--adapter", "give a folder of PEFT's with adapter_config.json and adapter_model.safetensors"
         ):
             told |= {"adapter": merge_adapter(found.model, adapter)}
-    _check_numbers(found.model, source)
+    for name, tensor in found.model.named_parameters():
+        if wrong := int((~torch.isfinite(tensor)).sum()):
+            raise CheckpointError(f"SOURCE: {source}: {shown(name, 120)}: {wrong:,} numbers are NaN or Inf; fetch it again")
     notes = _notes(told, found.tokenizer, template or source)
     dtype = torch.float32 if adapter is not None else found.dtype
     told |= {
@@ -136,22 +136,23 @@ def import_model(
         "consilium": __version__,
         "transformers": transformers.__version__,
     }
-    with new_folder(folder, force=False) as made:
+    with new_folder(folder) as made:
         restore_conv1d(found.model)
         save_text_model(made, found.model.to(dtype), found.tokenizer)
         # `transformers` writes private keys into config.json, which jobs refuse.
         public = {k: v for k, v in read_json(made, "config.json").items() if not k.startswith("_")}
         write_atomic(made / "config.json", json.dumps(public, indent=2).encode(), PUBLIC)
-        _copy_licences(found.home, made)
+        with name_field_in_errors("SOURCE"):
+            for path in [path for pattern in LICENCES for path in sorted(found.home.glob(pattern)) if path.is_file()]:
+                shutil.copyfile(plain_file(found.home, path.name, LONGEST_TEMPLATE), made / path.name)
         written = {path.name: file_hash(path) for path in sorted(made.iterdir())}
         write_atomic(made / PROVENANCE, json.dumps({**told, "written": written}, indent=1).encode(), PUBLIC)
-        match_file_mode(made, made / PROVENANCE)
         # A job must be able to load the written folder.
         with name_field_in_errors("SOURCE"):
             build_causal_lm("folder", made, public)
             load_tokenizer("folder", made, public)
         stored = sum(path.stat().st_size for path in made.glob("*.safetensors"))
-    return Imported(folder, told["parameters"], stored, 4 * told["parameters"], str(told["licence"]), tuple(notes))
+    return Imported(told["parameters"], stored, str(told["licence"]), tuple(notes))
 
 
 # GGUF ------------------------------------------------------------------------------------------------------------------
@@ -202,13 +203,9 @@ def _check_whole(path: Path, model: PreTrainedModel, missing: Collection[str], s
     if missing:
         raise CheckpointError(f"SOURCE: {path}: lacks {shown(min(missing), 120)!r}, which would be random; fetch it again")
     if over := sum(sizes.values()) - sum(parameter.numel() for parameter in model.parameters()):
-        blocks = model.config.get_text_config().num_hidden_layers
-        beyond = [name for name in sizes if (found := re.match(r"blk\.(\d+)\.", name)) and int(found[1]) >= blocks]
-        likely = [name for name in sizes if name.endswith(".bias") or name.startswith("rope_")]
-        named = f", likely {shown(min(beyond or likely), 120)!r}" if beyond or likely else ""
         where = "of it are left out by transformers" if over > 0 else "of the model are not in it"
         raise CheckpointError(
-            f"SOURCE: {path}: {abs(over):,} numbers {where}{named}, so its answers would differ from the original model's; "
+            f"SOURCE: {path}: {abs(over):,} numbers {where}, so its answers would differ from the original model's; "
             "use the model's original folder"
         )
 
@@ -256,14 +253,24 @@ def _load_folder(source: Path) -> _Source:
         raise CheckpointError(f"SOURCE: {source}: no such folder or GGUF file; give a GGUF file or a transformers folder")
     refuse_adapter(source)
     config = read_json(source, "config.json")
-    _check_tied(source, config)
     model = build_causal_lm("folder", source, config)
     tokenizer = load_tokenizer("folder", source, config)
-    files = _weight_files(source)
-    kinds = Counter[str]()
+    whole = (source / WEIGHTS).exists()
+    files = [WEIGHTS] if whole else sorted(set(read_json(source, INDEX)["weight_map"].values()))
+    kinds, embeddings = Counter[str](), dict[str, Tensor]()
     for name in files:
         with safe_open(source / name, "pt") as file:
-            kinds.update(file.get_slice(key).get_dtype() for key in file.keys())  # noqa: SIM118
+            for key in file.keys():  # noqa: SIM118
+                kinds[file.get_slice(key).get_dtype()] += 1
+                if key == "lm_head.weight" or key.endswith("embed_tokens.weight"):
+                    embeddings[key.removesuffix(".weight").rpartition(".")[2]] = file.get_tensor(key)
+    head, rows = embeddings.get("lm_head"), embeddings.get("embed_tokens")
+    # transformers ignores a tied model's own lm_head.weight without a message
+    if config.get("tie_word_embeddings") is True and head is not None and rows is not None and not torch.equal(head, rows):
+        raise CheckpointError(
+            f"SOURCE: {source / 'config.json'}: tie_word_embeddings: true: the weights hold an lm_head.weight of their own; "
+            "write false there"
+        )
     if bad := sorted(kind for kind in kinds if not re.fullmatch(r"B?F\d+", kind)):
         raise CheckpointError(
             f"SOURCE: {source}: weights of type {bad[0]}, whole numbers or others without their scales; import the original "
@@ -280,34 +287,6 @@ def _load_folder(source: Path) -> _Source:
     # one dtype that holds all weights without rounding
     dtype = torch.bfloat16 if set(kinds) == {"BF16"} else torch.float16 if set(kinds) == {"F16"} else torch.float32
     return _Source(model, tokenizer, told, dtype, source)
-
-
-def _weight_files(source: Path) -> list[str]:
-    if (source / WEIGHTS).exists():
-        return [WEIGHTS]
-    return sorted(set(read_json(source, INDEX)["weight_map"].values()))
-
-
-def _check_tied(source: Path, config: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if config.json and the weights disagree on whether input and output embeddings are one tensor."""
-    tied = config.get("tie_word_embeddings")
-    if not isinstance(tied, bool) or not ((source / WEIGHTS).exists() or (source / INDEX).exists()):
-        return
-    found = dict[str, Tensor]()
-    for name in _weight_files(source):
-        try:
-            with safe_open(plain_file(source, name), "pt") as file:
-                for key in file.keys():  # noqa: SIM118
-                    if key == "lm_head.weight" or key.endswith("embed_tokens.weight"):
-                        found[key.rpartition(".")[0].rpartition(".")[2] or key] = file.get_tensor(key)
-        except (SafetensorError, OSError):
-            return  # loading the model reports it
-    head, rows = found.get("lm_head"), found.get("embed_tokens")
-    key = f"SOURCE: {source / 'config.json'}: tie_word_embeddings"
-    if tied and head is not None and rows is not None and not torch.equal(head, rows):
-        raise CheckpointError(f"{key}: true: the weights hold an lm_head.weight of their own; write false there")
-    if not tied and rows is not None and head is None:
-        raise CheckpointError(f"{key}: false: the weights hold no lm_head.weight; write true there, or fetch all parts")
 
 
 def licence_of(folder: Path) -> str:
@@ -372,13 +351,12 @@ def merge_adapter(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
 
 def _lora_settings(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the settings for PEFT's LoraConfig. Raises ConfigError for other kinds of adapters and for unknown settings."""
-    if (kind := settings.get("peft_type")) != "LORA":
-        raise ConfigError(f"{where}: peft_type {kind!r}: only LORA is merged; merge it by PEFT, and import the merged folder")
-    if (start := settings.get("init_lora_weights")) not in _STARTS:
-        raise ConfigError(
-            f"{where}: init_lora_weights: {ascii(start)[:80]}: its base is not the original one; merge it by PEFT's "
-            "merge_and_unload, and import the merged folder"
-        )
+    kind, start = settings.get("peft_type"), settings.get("init_lora_weights")
+    problems = {
+        f"{where}: peft_type {kind!r}: only LORA is merged; merge it by PEFT, and import the merged folder": kind != "LORA",
+        f"{where}: init_lora_weights: {ascii(start)[:80]}: its base is not the original one; {REMEDY}": start not in _STARTS,
+    }
+    raise_first(problems)
     for key in ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern"):
         words = [value] if isinstance(value := settings.get(key) or (), str) else value
         if bad := next((word for word in words if not (isinstance(word, str) and _NAMES.fullmatch(word))), None):
@@ -387,14 +365,8 @@ def _lora_settings(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
                 "PEFT's merge_and_unload"
             )
     for key, value in settings.items():
-        if key == "init_lora_weights":
-            continue
-        unset = value in (None, False, "none", [], {})
-        if key not in _KEPT | _UNREAD and not unset:
-            raise ConfigError(
-                f"{where}: {shown(key, 64)}: {ascii(value)[:80]} is not merged here; merge it by PEFT's merge_and_unload, and "
-                "import the merged folder"
-            )
+        if key not in _KEPT | _UNREAD and value not in (None, False, "none", [], {}):
+            raise ConfigError(f"{where}: {shown(key, 64)}: {ascii(value)[:80]} is not merged here; {REMEDY}")
     return {key: value for key, value in settings.items() if key in _KEPT and value is not None}
 
 
@@ -411,14 +383,6 @@ def _check_rank(kept: Mapping[str, Any], tensors: Mapping[str, Tensor], where: s
 
 
 # checks --------------------------------------------------------------------------------------------------------------------
-
-
-def _check_numbers(model: PreTrainedModel, source: Path) -> None:
-    """Raise CheckpointError if a weight is NaN or Inf."""
-    for name, tensor in model.named_parameters():
-        if not torch.isfinite(tensor).all():
-            count = int((~torch.isfinite(tensor)).sum())
-            raise CheckpointError(f"SOURCE: {source}: {shown(name, 120)}: {count:,} numbers are NaN or Inf; fetch it again")
 
 
 def _notes(provenance_values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, source: Path) -> list[str]:
@@ -443,21 +407,3 @@ def _notes(provenance_values: Mapping[str, Any], tokenizer: PreTrainedTokenizerB
         f"its chat template adds a system prompt of its own: {shown(said, 200)!r}": said,
     }
     return only_true(notes)
-
-
-def _read_template(path: Path) -> str:
-    try:
-        if path.stat().st_size > LONGEST_TEMPLATE:
-            raise ConfigError(f"--template: {path}: over {LONGEST_TEMPLATE:,} bytes; give a chat template in Jinja")
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "no UTF-8"
-        raise ConfigError(f"--template: {path}: cannot be read ({why}); give a chat template in Jinja") from None
-
-
-def _copy_licences(home: Path, made: Path) -> None:
-    for pattern in LICENCES:
-        for path in sorted(home.glob(pattern)):
-            if path.is_file():
-                with name_field_in_errors("SOURCE"):
-                    shutil.copyfile(plain_file(home, path.name, LONGEST_TEMPLATE), made / path.name)

@@ -4,7 +4,6 @@ It needs only MONAI, torch, numpy and Pillow. The package `consilium` copies thi
 """
 
 import csv
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,15 +47,8 @@ class Network(nn.Module):
         return self
 
 
-def find_pictures(
-    place: str, prompts: str = "", classes: Sequence[str] = (), columns: Sequence[str] = ()
-) -> list[dict[str, Any]]:
-    """Return one dict per picture in a folder, or for a single file, for MONAI's Dataset.
-
-    If the network takes prompts, `classes` and `columns` are given, and each dict has "prompts". The file `prompts` is a CSV
-    with image, class and `columns` (left, top, right, bottom, or x, y) in pixels, or a JSON list of such objects. A missing
-    prompt is NaN, for which the network uses the whole picture.
-    """
+def find_pictures(place: str) -> list[dict[str, Any]]:
+    """Return one dict per picture in a folder, or for a single file, for MONAI's Dataset."""
     path = Path(place)
     found = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix.lower() in ENDINGS)
     if not found:
@@ -66,15 +58,7 @@ def find_pictures(
         raise ValueError(
             f"{place}: two pictures are named {twice!r}, so their outputs would have one name; run them one by one"
         )
-    if not classes:
-        return [{"image": str(p)} for p in found]
-    known = dict[str, dict[str, list[float]]]()
-    if prompts:
-        text = Path(prompts).read_text(encoding="utf-8")
-        for row in json.loads(text) if prompts.endswith(".json") else csv.DictReader(text.splitlines()):
-            known.setdefault(row["image"], {})[row["class"]] = [float(row[column]) for column in columns]
-    unknown = [float("nan")] * len(columns)
-    return [{"image": str(p), "prompts": [known.get(p.name, {}).get(c, unknown) for c in classes]} for p in found]
+    return [{"image": str(p)} for p in found]
 
 
 class ReadPicture:
@@ -88,10 +72,7 @@ class ReadPicture:
         self.side, self.resize, self.padding, self.window = side, resize, padding, window
 
     def __call__(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Return "image", "file", "size" (rows, columns of the picture) and "inner" (the rows, columns it fills in the square).
-
-        If `data` has prompts, "prompts" are returned too, scaled to the square.
-        """
+        """Return "image", "file", "size" (the picture's rows and columns) and "inner" (those it fills in the square)."""
         picture = eight_bits(read(data["image"]), self.window)
         size = picture.shape[:2]
         rows, columns = self.side, self.side
@@ -101,12 +82,7 @@ class ReadPicture:
         square = np.empty((self.side, self.side, 3), np.uint8)
         square[:], square[:rows, :columns] = self.padding, small
         image = torch.from_numpy(np.ascontiguousarray(square.transpose(2, 0, 1))).float()
-        found = {"image": image, "file": data["image"], "size": size, "inner": (rows, columns)}
-        if "prompts" not in data:
-            return found
-        prompts = torch.tensor(data["prompts"], dtype=torch.float32)
-        scale = torch.tensor([columns / size[1], rows / size[0]]).repeat(prompts.shape[1] // 2)
-        return {**found, "prompts": prompts * scale}
+        return {"image": image, "file": data["image"], "size": size, "inner": (rows, columns)}
 
 
 def read(path: str) -> np.ndarray:
@@ -194,7 +170,6 @@ class Inference:
         """Process all pictures."""
         for index in range(len(self.dataset)):
             data = self.dataset[index]
-            inputs = [data[name][None].to(self.device) for name in ("image", "prompts") if name in data]
-            logits = self.inferer(inputs[0], self.network, *inputs[1:])
+            logits = self.inferer(data["image"][None].to(self.device), self.network)
             self.postprocessing(logits[0].float().cpu(), data)
         self.postprocessing.close()

@@ -14,7 +14,7 @@ from consilium import __version__
 from consilium.adapters.names import SHIFT, is_local
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.core.errors import ConfigError
+from consilium.core.errors import raise_first
 from consilium.core.sanitize import markdown_cell
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.federation.job import checkpoint_of, tokenizer_of
@@ -28,10 +28,11 @@ from consilium.models.model_writer import HEAD_FILE
 from consilium.models.registry import MODELS
 from consilium.models.text_encoder import TextEncoderConfig
 from consilium.report.run_record import job_of
-from consilium.use import bundle_export, merge, onnx_export
+from consilium.use import export_formats
 from consilium.use.base_model_import import UNKNOWN, licence_of
+from consilium.use.export_formats import ENVIRONMENT
 from consilium.use.model import TrainedModel
-from consilium.use.output_folder import LICENCES, RECORD, check_destination, match_file_mode, new_folder, write_record
+from consilium.use.output_folder import LICENCES, check_destination, new_folder, write_record
 
 Format = Literal["peft", "merged", "bundle", "onnx"]
 
@@ -48,46 +49,57 @@ def check_exportable(format: Format, folder: Path) -> None:
     """Raise ConfigError if the model in an adapter folder cannot be exported in this format. Its base is not loaded."""
     kept, card = read_adapter_folder(folder)
     config = job_of(folder)
-    if kept.similar:
-        raise ConfigError(
-            "--stage personalized: its local adapter's weight is computed per sample from the site's records, which an export "
-            "does not contain; export the global model"
-        )
-    if format == "peft" and kept.share:
-        raise ConfigError(f"--format peft: the model is two adapters, {1 - kept.share:g} and {kept.share:g}; use merged")
-    if format == "peft" and kept.scaling != 1:
-        raise ConfigError(f"--format peft: the adapter is scaled by {kept.scaling:g}, which PEFT does not read; use merged")
-    if format != "peft" and (dtype := config.model.dtype) in QUANTIZED:
-        raise ConfigError(
-            f"--format {format}: the base is quantized ({dtype}), which other programs cannot read; use peft, which exports "
-            "the adapter without its base"
-        )
-    if format == "peft":
-        if not (folder / SETTINGS).is_file():
-            raise ConfigError(
-                f"--format peft: PEFT does not know adapter.kind {config.adapter.kind!r}; use merged, bundle or onnx"
-            )
-        if SHIFT in kept.values:
-            raise ConfigError("--format peft: the model has a vector behind its encoder, which PEFT does not know; use merged")
-    elif format == "merged":
-        merge.check(config)
+    peft, kind, dtype = format == "peft", config.adapter.kind, config.model.dtype
+    problems = {
+        "--stage personalized: its local adapter's weight is computed per sample from the site's records, which an export does "
+        "not contain; export the global model": kept.similar,
+        f"--format peft: the model is two adapters, {1 - kept.share:g} and {kept.share:g}; use merged": peft and kept.share,
+        f"--format peft: the adapter is scaled by {kept.scaling:g}, which PEFT does not read; use merged": (
+            peft and kept.scaling != 1
+        ),
+        f"--format {format}: the base is quantized ({dtype}), which other programs cannot read; use peft, which exports the "
+        "adapter without its base": not peft and dtype in QUANTIZED,
+        f"--format peft: PEFT does not know adapter.kind {kind!r}; use merged, bundle or onnx": (
+            peft and not (folder / SETTINGS).is_file()
+        ),
+        "--format peft: the model has a vector behind its encoder, which PEFT does not know; use merged": (
+            peft and SHIFT in kept.values
+        ),
+    }
+    raise_first(problems)
+    if format == "merged":
+        export_formats.check_merged(config)
     elif format == "onnx":
-        onnx_export.check(config)
-    else:
-        bundle_export.check(config, card)
+        export_formats.check_onnx(config)
+    elif format == "bundle":
+        export_formats.check_bundle(config, card)
 
 
-def export(found: TrainedModel, format: Format, folder: Path, own: SiteConfig, force: bool = False, base: str = "") -> Exported:
+def export(found: TrainedModel, format: Format, folder: Path, own: SiteConfig, base: str = "") -> Exported:
     """Export a model into a new `folder`. The model is changed and cannot be used afterwards.
 
-    `force`: replace an earlier export in `folder`. `base`: the name of the base in a language model's PEFT folder and card; by
-    default the base's folder on this machine. The folder is renamed to its final name last, so that a crash leaves no
-    unfinished folder of this name. Raises ConfigError, CheckpointError.
+    `base`: the name of the base in a language model's PEFT folder and card; by default the base's folder on this machine. The
+    folder is renamed to its final name last, so that a crash leaves no unfinished folder of this name. Raises ConfigError,
+    CheckpointError.
     """
-    check_destination(folder, force)
+    check_destination(folder)
     check_exportable(format, found.folder)
-    with new_folder(folder, force) as made:
-        about, difference = _write_format(found, format, made, own, base)
+    # the library that opens the export of a text model; "" for other models and formats
+    library = {"peft": "peft", "merged": "transformers"}.get(format, "") if found.config.model.name in TAGS else ""
+    with new_folder(folder) as made:
+        config, difference = found.config, None
+        if format == "peft":
+            about = _write_peft(found, made, own, base)
+            if library:
+                complete_peft_folder(made, config, tokenizer_of(config, own), base or str(_base_folder(found, own)))
+        else:
+            model = found.model.cpu().float()  # the base may be stored in bfloat16
+            if format == "merged":
+                about, difference = export_formats.write_merged(made, model, config, tokenizer_of(config, own))
+            elif format == "onnx":
+                about, difference = export_formats.write_onnx(made, model, config)
+            else:
+                about, difference = export_formats.write_bundle(made, model, config, found.card)
         _copy_companion_files(found, own, made)
         name = f"docs/{CARD}" if format == "bundle" else CARD
         card = found.folder / CARD
@@ -96,92 +108,69 @@ def export(found: TrainedModel, format: Format, folder: Path, own: SiteConfig, f
             text.partition(FILES)[0].rstrip(),
             f"## {_TITLES[format]}",
             about.rstrip(),
-            *_describe_inputs(found.config),
+            _describe_inputs(found.config).rstrip(),
         ]
         if difference is not None:
             parts.append(f"On noise its logits differ from the trained model's by {difference:.1g} at most, which is rounding.")
         page = "\n\n".join(part for part in parts if part) + "\n"
-        if library := _loader_library(found, format):
-            page = with_front_matter(
-                page,
-                library,
-                base or str(_base_folder(found, own)),
-                _base_folder(found, own),
-                TAGS[found.config.model.name],
-            )
+        if library:
+            page = with_front_matter(page, library, base, _base_folder(found, own), TAGS[found.config.model.name])
         write_atomic(made / name, page.encode(), PUBLIC)
         record = {"format": format, "consilium": __version__, "job": found.config.title, "model": found.card.name}
         write_record(made, record | {"difference": difference})
-        match_file_mode(made, made / RECORD)
     return Exported(folder, difference)
-
-
-def _loader_library(found: TrainedModel, format: Format) -> str:
-    """Return the library that opens an exported text model: peft, transformers, or "" for other models and formats."""
-    return {"peft": "peft", "merged": "transformers"}.get(format, "") if found.config.model.name in TAGS else ""
 
 
 def _base_folder(found: TrainedModel, own: SiteConfig) -> Path:
     return (checkpoint_of(found.config.model, own) or TINY_FOLDER).resolve()
 
 
-def _write_format(found: TrainedModel, format: Format, made: Path, own: SiteConfig, base: str) -> tuple[str, float | None]:
-    """Write the format's files into `made`. Return (how to use them, in Markdown; largest difference of logits or None)."""
-    if format == "peft":
-        about = _write_peft(found, made, own, base)
-        if _loader_library(found, format):
-            complete_peft_folder(made, found.config, tokenizer_of(found.config, own), base or str(_base_folder(found, own)))
-        return about, None
-    model, config = found.model.cpu().float(), found.config  # the base may be stored in bfloat16
-    if format == "merged":
-        return merge.merge_and_write(made, model, config, tokenizer_of(config, own))
-    return (
-        onnx_export.merge_and_write(made, model, config)
-        if format == "onnx"
-        else bundle_export.merge_and_write(made, model, config, found.card)
-    )
-
-
-_PEFT = """An adapter for PEFT, on the unchanged base, which {where}:
+_PEFT = ENVIRONMENT.from_string("""\
+{% if auto == "SequenceClassification" %}
+An adapter for PEFT and the classifier's head, with its tokenizer:
+{% elif auto %}
+An adapter for PEFT, with its tokenizer. `base_model_name_or_path` in adapter_config.json names the base:
+{% else %}
+An adapter for PEFT, on the unchanged base, which
+{{- " is the checkpoint that the job names" if place else " comes with consilium" }}:
+{% endif %}
 
 ```python
+{% if auto %}
+from peft import AutoPeftModelFor{{ auto }}
+from transformers import AutoTokenizer
+
+model = AutoPeftModelFor{{ auto }}.from_pretrained("."{{ arguments }})
+tokenizer = AutoTokenizer.from_pretrained(".")
+{% else %}
 from pathlib import Path
 
 from consilium.config.job import load_run_job
 from consilium.federation.job import bare_model
 from peft import PeftModel
-{loads}
-base = bare_model(load_run_job(Path("."), None), {checkpoint}, weights=True)
-{beside}model = PeftModel.from_pretrained(base, "."){inner}.eval()
+{% if decoder or head %}
+from safetensors.torch import load_file
+{% endif %}
+
+base = bare_model(load_run_job(Path("."), None), {{ place or "None" }}, weights=True)
+{% if decoder %}
+base.load_state_dict(load_file("decoder.safetensors"), strict=False)  # trained beside it
+{% endif %}
+{% if head %}
+base.head.load_state_dict(load_file("head.safetensors"))  # the linear layer on the features
+{% endif %}
+model = PeftModel.from_pretrained(base, "."){{ inner }}.eval()
+{% endif %}
 ```
-"""
-_PEFT_TEXT = """An adapter for PEFT, with its tokenizer. `base_model_name_or_path` in adapter_config.json names the base:
+{% if quantized %}
 
-```python
-from peft import AutoPeftModelForCausalLM
-from transformers import AutoTokenizer
+In training and scoring, bitsandbytes stored the base as {{ quantized }}. On a base in 32 bits, the outputs differ slightly.
+{% endif %}
+{% if not has_local %}
 
-model = AutoPeftModelForCausalLM.from_pretrained("."{dtype})
-tokenizer = AutoTokenizer.from_pretrained(".")
-```
-"""
-_PEFT_CLASSES = """An adapter for PEFT and the classifier's head, with its tokenizer:
-
-```python
-from peft import AutoPeftModelForSequenceClassification
-from transformers import AutoTokenizer
-
-model = AutoPeftModelForSequenceClassification.from_pretrained(".", num_labels={outputs}{dtype})
-tokenizer = AutoTokenizer.from_pretrained(".")
-```
-"""
-_BESIDE = {
-    "decoder.safetensors": 'base.load_state_dict(load_file("decoder.safetensors"), strict=False)  # trained beside it\n',
-    "head.safetensors": 'base.head.load_state_dict(load_file("head.safetensors"))  # the linear layer on the features\n',
-}
-_KEPT = """
-In training and scoring, bitsandbytes stored the base as {}. On a base in 32 bits, the outputs differ slightly.
-"""
+`consilium predict` and `evaluate` open this folder too.
+{% endif %}
+""")
 
 
 def _write_peft(found: TrainedModel, made: Path, own: SiteConfig, base: str) -> str:
@@ -189,27 +178,24 @@ def _write_peft(found: TrainedModel, made: Path, own: SiteConfig, base: str) -> 
 
     Returns how to use the files, in Markdown.
     """
-    values = convert_changes_to_parameters(found.model, found.kept.values)
-    export_adapter(made, {name: tensor for name, tensor in values.items() if not is_local(name)}, found.config)
-    kept_as = {"fp32": "float32", "bf16": "bfloat16"}.get(found.config.model.dtype)
-    text = _PEFT_CLASSES if is_sequence_classifier(found.config) else _PEFT_TEXT
-    dtype = f', dtype="{kept_as}"' if kept_as else ""
-    about = text.format(dtype=dtype, outputs=getattr(found.config.task, "outputs", 0))
-    is_encoder = found.config.model.name == "text_encoder" and not is_sequence_classifier(found.config)
-    if is_encoder or not _loader_library(found, "peft"):
-        place = base or checkpoint_of(found.config.model, own)
-        beside = "".join(text for name, text in _BESIDE.items() if (made / name).is_file())
-        about = _PEFT.format(
-            where="is the checkpoint that the job names" if place else "comes with consilium",
-            loads="from safetensors.torch import load_file\n" if beside else "",
-            checkpoint=f"Path({str(place)!r})" if place else "None", beside=beside,
-            inner=".base_model" if is_encoder else "",  # PEFT's own class for encoders gives the base arguments of its own
-        )  # fmt: skip
-    about += _KEPT.format(found.config.model.dtype) if found.config.model.dtype in QUANTIZED else ""
-    if any(map(is_local, found.kept.values)):  # local tensors are not copied to the export
-        return about
-    shutil.copyfile(found.folder / TENSORS, made / TENSORS)
-    return f"{about}\n`consilium predict` and `evaluate` open this folder too.\n"
+    values, config = convert_changes_to_parameters(found.model, found.kept.values), found.config
+    export_adapter(made, {name: tensor for name, tensor in values.items() if not is_local(name)}, config)
+    has_local = any(map(is_local, found.kept.values))
+    if not has_local:  # local tensors are not copied to the export
+        shutil.copyfile(found.folder / TENSORS, made / TENSORS)
+    classifies, is_encoder = is_sequence_classifier(config), config.model.name == "text_encoder"
+    dtype = {"fp32": ', dtype="float32"', "bf16": ', dtype="bfloat16"'}.get(config.model.dtype, "")
+    place = base or checkpoint_of(config.model, own)
+    return _PEFT.render(
+        auto="SequenceClassification" if classifies else "CausalLM" if config.model.name == "causal_lm" else "",
+        arguments=(f", num_labels={getattr(config.task, 'outputs', 0)}" if classifies else "") + dtype,
+        place=f"Path({str(place)!r})" if place else "",
+        decoder=(made / "decoder.safetensors").is_file(),
+        head=(made / HEAD_FILE).is_file(),
+        inner=".base_model" if is_encoder else "",  # PEFT's own class for encoders gives the base arguments of its own
+        quantized=config.model.dtype if config.model.dtype in QUANTIZED else "",
+        has_local=has_local,
+    )
 
 
 def _copy_companion_files(found: TrainedModel, own: SiteConfig, made: Path) -> None:
@@ -219,38 +205,47 @@ def _copy_companion_files(found: TrainedModel, own: SiteConfig, made: Path) -> N
     of this user.
     """
     base = checkpoint_of(found.config.model, own)
-    for name in ("job.yaml", "privacy.json"):
-        _copy_file(found.folder / name, made, follow_links=False)
-    for place, links in ((base, True), (found.folder, False)):
-        for pattern in LICENCES if place is not None and place.is_dir() else ():
-            for path in sorted(place.glob(pattern)):  # type: ignore[union-attr]
-                _copy_file(path, made, links)
-
-
-def _copy_file(path: Path, made: Path, follow_links: bool) -> None:
-    if path.is_file() and (follow_links or not path.is_symlink()):
-        shutil.copyfile(path, made / path.name)
+    licences = [path for pattern in LICENCES for path in sorted(base.glob(pattern))] if base is not None else []
+    names = ("job.yaml", "privacy.json", *LICENCES)
+    own_files = [path for name in names for path in sorted(found.folder.glob(name)) if not path.is_symlink()]
+    for path in [*licences, *own_files]:
+        if path.is_file():
+            shutil.copyfile(path, made / path.name)
 
 
 _TITLES = {"peft": "Use it with PEFT", "merged": "Load it", "bundle": "Run it", "onnx": "Run it"}
 
 
-def _describe_inputs(config: JobConfig) -> list[str]:
-    """For a task on pictures, return lines on how pictures become inputs, and on the order of the logits. [] for others."""
-    side, resize = config.model.image_side, getattr(config.task, "resize", None)
-    if not side or resize is None:
-        return []
-    crop = getattr(config.task, "crop", None)
-    part = f" It was trained on square parts of {crop} pixels of larger pictures: give it such parts." if crop else ""
-    pad = f"the longer side becomes {side} pixels, the rest is padded right and below with RGB {config.model.padding}"
-    how = f"stretched to {side} x {side} pixels" if resize == "stretch" else pad
-    window = getattr(config.task, "window", None)
-    ends = (window.center - window.width / 2, window.center + window.width / 2) if window else ()
-    grey = f"Values from {ends[0]:g} to {ends[1]:g} become 0 to 255. " if ends else ""
-    names = ", ".join(markdown_cell(name) for name in getattr(config.task, "classes", ()))
-    mask = "; a mask is where its logit is over 0" if config.task.name == "segmentation" else ""
-    order = [f"Logits are in the order of the classes: {names}{mask}."] if names else []
-    return [f"Pictures are RGB in 0..255, bilinear and anti-aliased: {how}. {grey}".rstrip() + part, *order]
+_INPUTS = ENVIRONMENT.from_string("""\
+Pictures are RGB in 0..255, bilinear and anti-aliased:
+{%- if task.resize == "stretch" %}
+ stretched to {{ side }} x {{ side }} pixels.
+{%- else %}
+ the longer side becomes {{ side }} pixels, the rest is padded right and below with RGB {{ padding }}.
+{%- endif %}
+{% if task.window %}
+ Values from {{ "%g" % (task.window.center - task.window.width / 2) }} to
+{{- " %g" % (task.window.center + task.window.width / 2) }} become 0 to 255.
+{%- endif %}
+{% if crop %}
+ It was trained on square parts of {{ crop }} pixels of larger pictures: give it such parts.
+{%- endif %}
+{% if classes %}
+
+
+Logits are in the order of the classes: {{ classes | join(", ") }}
+{{- "; a mask is where its logit is over 0" if task.name == "segmentation" }}.
+{%- endif %}
+""")
+
+
+def _describe_inputs(config: JobConfig) -> str:
+    """For a task on pictures, return how pictures become inputs, and the order of the logits. "" for others."""
+    task: Any = config.task
+    if not config.model.image_side or getattr(task, "resize", None) is None:
+        return ""
+    classes, crop = [markdown_cell(name) for name in getattr(task, "classes", ())], getattr(task, "crop", None)
+    return _INPUTS.render(task=task, side=config.model.image_side, padding=config.model.padding, classes=classes, crop=crop)
 
 
 # PEFT folder -----------------------------------------------------------------------------------------------------------
@@ -319,8 +314,8 @@ def short_names(layers: Iterable[str], names: Iterable[str]) -> list[str]:
 def with_front_matter(page: str, library: str, base: str, folder: Path, tag: str) -> str:
     """Return a model card that begins with the fields that model hubs read. A licence that the card states is kept.
 
-    `library`: the library that opens the model. `tag`: the hub's pipeline tag. `base`: the base's name. `folder`: the base's
-    folder, which may state its licence.
+    `library`: the library that opens the model. `tag`: the hub's pipeline tag. `base`: the base's name, by default its
+    `folder`, which may state its licence.
     """
     head, _, rest = page.removeprefix("---\n").partition("\n---\n")
     stated = re.search(r"^license: (.+)$", head, re.MULTILINE)
@@ -329,7 +324,7 @@ def with_front_matter(page: str, library: str, base: str, folder: Path, tag: str
         f"license: {licence}",
         f"library_name: {library}",
         f"pipeline_tag: {tag}",
-        f"base_model: {json.dumps(base)}",
+        f"base_model: {json.dumps(base or str(folder))}",
     ]
     if licence != UNKNOWN:
         rest = rest.replace(

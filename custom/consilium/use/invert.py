@@ -25,12 +25,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from consilium.adapters import adapter_state
-from consilium.config.site import CacheConfig, SiteConfig
+from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, DataError
 from consilium.core.messages import Tensors
 from consilium.core.storage import write_figure
@@ -40,7 +39,7 @@ from consilium.privacy.secagg.sealing import mask
 from consilium.strategies.strategy import Role, Strategy
 from consilium.tasks.base import Batch, Task
 from consilium.use.attack import read_samples, with_all_samples
-from consilium.use.model import TrainedModel
+from consilium.use.model import TrainedModel, settings_for
 
 PIXELS = 255.0
 """The largest value of a picture."""
@@ -98,7 +97,7 @@ def run_inversion(
     of each reconstruction. `phantom_folder`: receives generated phantoms. `on_progress` is called at each step. Raises
     ConfigError for a task without pictures, DataError for too few pictures.
     """
-    own = site.model_copy(update={"cache": CacheConfig(gigabytes=0), "checkpoints": opened.own.checkpoints})
+    own = settings_for(opened, site)
     data, config = read_samples(opened, name, own, phantom_folder), with_all_samples(opened.config)
     there = len(data.splits["training"])
     if there < max(2, count * sites):
@@ -143,15 +142,10 @@ def contributing_candidates(gradients: Sequence[Tensors], target: Tensors, count
     """
     from scipy.optimize import nnls
 
-    every, wanted = np.stack([_flatten_gradient(one) for one in gradients]), _flatten_gradient(target)
+    *rows, wanted = (torch.cat([t.flatten() for t in one.values()]).double().cpu().numpy() for one in [*gradients, target])
+    every = np.stack(rows)
     weights, _ = nnls(every.T, wanted / max(float(np.linalg.norm(wanted)), 1e-300), maxiter=100 * len(gradients))
     return {place for place in np.argsort(-weights, kind="stable")[:count].tolist() if weights[place] > 0}
-
-
-def _flatten_gradient(gradient: Tensors) -> NDArray[np.float64]:
-    """Return all numbers of a gradient as a vector (d,)."""
-    found: NDArray[np.float64] = torch.cat([tensor.flatten() for tensor in gradient.values()]).double().cpu().numpy()
-    return found
 
 
 def psnr(drawn: Tensor, pictures: Tensor) -> float:

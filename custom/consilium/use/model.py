@@ -1,21 +1,23 @@
-"""Opening a model that a run has saved, with all checks of its files. No pickled file is read.
+"""Opening a model that a run has saved, and scoring it on any site's data. No pickled file is read."""
 
-Every command that uses a trained model opens it with this module.
-"""
-
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from torch import nn
 
 from consilium import __version__
+from consilium.client.evaluator import enable_embedding_cache, scores as all_scores
+from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig
-from consilium.config.site import SiteConfig, allowed_plugins
-from consilium.core.errors import CheckpointError, ConfigError
+from consilium.config.site import CacheConfig, Given, SiteConfig, allowed_plugins, find_site, read_site_folder
+from consilium.core.errors import CheckpointError, ConfigError, DataError, raise_first
 from consilium.core.messages import Stage
 from consilium.core.sanitize import shown
 from consilium.core.storage import checkpoint_hash
-from consilium.federation.job import build_model, checkpoint_of
+from consilium.federation.job import build_model, build_task, checkpoint_of
 from consilium.federation.model_card import BEST, Card
 from consilium.federation.saved_model import (
     ADAPTERS,
@@ -25,9 +27,12 @@ from consilium.federation.saved_model import (
     load_except_missing_blocks,
     read_adapter_folder,
 )
-from consilium.federation.simulated_sites import read_recorded_sites
+from consilium.federation.simulated_sites import read_recorded_sites, site_names
+from consilium.report.results_table import CrossSiteMatrix, cross_site_matrix
 from consilium.report.run_files import VERSIONS, incompatible_version
 from consilium.report.run_record import cell_folder, job_of, join_names
+from consilium.tasks.base import Task
+from consilium.tasks.registry import TASKS
 
 
 @dataclass(frozen=True)
@@ -95,18 +100,19 @@ def adapter_folder(path: Path, site: str | None = None, stage: Stage | None = No
     """
     path = cell_folder(path)
     if (path / TENSORS).is_file():
-        if site is not None:
-            raise ConfigError(f"--site {shown(site)}: {path} is one adapter, not a run; leave the site out")
-        if stage is not None or best:
-            card = read_adapter_folder(path)[1]
-            if card.name != f"{stage or card.stage}{BEST if best else ''}":
-                option = f"--stage {stage}" if stage is not None else "--best"
-                raise ConfigError(f"{option}: {shown(path)} is one adapter, {shown(card.name)!r}; leave --stage and --best out")
+        problems = {
+            f"--site {shown(site or '')}: {path} is one adapter, not a run; leave the site out": site is not None,
+            f"--stage, --best: {shown(path)} is one adapter, not a run; leave them out": stage is not None or best,
+        }
+        raise_first(problems)
         return path
-    if not path.is_dir():
-        raise ConfigError(f"{path}: no such folder; give a run's folder, or an adapter folder such as RUN/adapters/global")
-    if site is not None and Path(site).name != site:
-        raise ConfigError(f"--site {shown(site)}: not a site's name; give one of: {join_names(sites_with_models(path))}")
+    problems = {
+        f"{path}: no such folder; give a run's folder, or an adapter folder such as RUN/adapters/global": not path.is_dir(),
+        f"--site {shown(site or '')}: not a site's name; give one of: {join_names(sites_with_models(path))}": (
+            site is not None and Path(site).name != site
+        ),
+    }
+    raise_first(problems)
     folder = (path / "sites" / site if site is not None else path) / ADAPTERS / f"{stage or Stage.GLOBAL}{BEST if best else ''}"
     if (folder / TENSORS).is_file():
         return folder
@@ -133,3 +139,80 @@ def _missing_model_text(path: Path, site: str | None, folder: Path) -> str:
 def sites_with_models(path: Path) -> list[str]:
     """Return the names of the sites whose models are in a run's folder."""
     return sorted({p.parents[2].name for p in (path / "sites").glob(f"*/{ADAPTERS}/*/{TENSORS}")})
+
+
+Split = Literal["training", "validation", "test"]
+
+
+def scores(opened: TrainedModel, task: Task, split: str) -> dict[str, float]:
+    """Return all metrics on a split, with surface distances and confidence intervals. Raises DataError for an empty split."""
+    enable_embedding_cache(opened.config, opened.model, task)
+    found = all_scores(opened.model, task, opened.config, split, full=True)
+    if not found:
+        raise DataError(f"--split {split}: there are no samples in it; give another split")
+    return found
+
+
+def settings_for(opened: TrainedModel, site: SiteConfig) -> SiteConfig:
+    """Return a site's settings changed to read its data for a model: without a cache on disk, all its splits."""
+    return site.model_copy(
+        update={"cache": CacheConfig(gigabytes=0), "checkpoints": opened.own.checkpoints, "test_only": False}
+    )
+
+
+def task_of(opened: TrainedModel, site: SiteConfig, name: str, phantom_folder: Path) -> Task:
+    """Return the model's task on a site's data, read as in the run but without a cache on disk. Raises DataError."""
+    own = settings_for(opened, site)
+    return build_task(opened.config, load_site_data(opened.config, name, own, phantom_folder), own)
+
+
+def evaluate(opened: TrainedModel, data: Path, split: Split) -> dict[str, float]:
+    """Return a model's metrics on one site's data. `data`: the site's folder or data list. Raises ConfigError, DataError."""
+    site = read_site_config(data, opened.config)
+    with tempfile.TemporaryDirectory() as place:
+        return scores(opened, task_of(opened, site, data.resolve().name, Path(place)), split)
+
+
+def read_site_config(data: Path, config: JobConfig) -> SiteConfig:
+    """Return the configuration of a site from its folder, or one with just a data list. Raises ConfigError."""
+    if not data.exists():
+        raise ConfigError(f"--data: {shown(data)}: no such folder or file; give a site's folder")
+    site = SiteConfig(datalist=data) if data.is_file() else read_site_folder(data)
+    if site is None:
+        raise ConfigError(
+            f"--data: {shown(data)}: neither site.yaml nor {TASKS[config.task.name].file}, nor a folder per class; give one "
+            "site's folder"
+        )
+    return site
+
+
+def cross_sites(
+    run: Path, data: Path | None, stage: Stage, own: SiteConfig, split: Split, best: bool, on_done: Callable[[str, str], None]
+) -> CrossSiteMatrix:
+    """Return the leading score of every site's model on every site's data, for a simulated run.
+
+    `data`: the folder with the sites' data of the run; None for a run on generated phantoms. `on_done` is called with model and
+    site after each score. Raises ConfigError, DataError.
+    """
+    run = cell_folder(run)
+    if not (models := sites_with_models(run)):
+        raise ConfigError(f"{run}: its sites keep no {stage} model; give the folder of a simulated run that came to its end")
+    first = open_model(run, models[0], stage, own, best)
+    sites = (
+        site_names("", data) if data is not None else sorted(path.name for path in (run / "sites").iterdir() if path.is_dir())
+    )
+    if data is None:
+        check_generated_data(run, first, "the folder with a folder per site")
+    given = Given(data)
+    with tempfile.TemporaryDirectory() as place:
+        tasks = {site: task_of(first, find_site(site, given), site, Path(place) / site) for site in sites}
+        rows = list[tuple[str, Stage, dict[str, dict[str, float]]]]()
+        for name in models:
+            opened, row = open_model(run, name, stage, own, best), dict[str, dict[str, float]]()
+            for site, task in tasks.items():
+                row[site] = scores(opened, task, split) if task.has(split) else {}
+                on_done(name, site)
+            rows.append((name, stage, row))
+    names = {name for _, _, row in rows for found in row.values() for name in found}
+    shown_as = TASKS[first.config.task.name].scores(first.config.task)
+    return cross_site_matrix(shown_as.leading_name(names), split, rows, shown_as.grid)

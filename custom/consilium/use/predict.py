@@ -2,85 +2,297 @@
 
 import csv
 import errno
+import gzip
 import io
 import json
-import os
-from collections.abc import Callable, Iterator, Sequence
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import nibabel
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
+from consilium import __version__
 from consilium.core.errors import ConfigError, DataError
-from consilium.core.sanitize import csv_cell
+from consilium.core.sanitize import csv_cell, first_names_text, shown
 from consilium.core.storage import PRIVATE, make_private_folder, write_atomic
-from consilium.data import volumes
+from consilium.data import nifti, volumes
 from consilium.data.datalist import DataList
-from consilium.data.safe_open import volume_format
+from consilium.data.safe_open import RAW_VOLUMES, volume_format
 from consilium.data.text import Text, read_records
 from consilium.federation.job import build_task, reads_texts
 from consilium.report.predictions import overlay
 from consilium.training.device import autocast
-from consilium.use.inputs import Input
 from consilium.use.model import TrainedModel
-from consilium.use.outputs import (
-    CLASSES,
-    LABELS,
-    OutputOptions,
-    check_files,
-    label_legend,
-    label_map,
-    mask_name,
-    overlay_name,
-    probability_name,
-    split_clashing,
-    write_dicom,
-    write_nifti,
-    write_pages,
-    write_picture,
-)
-from consilium.use.predictor import Prediction, Predictor, answer_inputs, stitch_tiles
+from consilium.use.predictor import Input, Prediction, Predictor, answer_inputs, stitch_tiles
+
+# write predictions -----------------------------------------------------------------------------------------------------
+# Masks have the format and the grid of their input. Only the user can read the files.
+
+TIFF = (".tif", ".tiff")
+_MASK_ENDING = re.compile(r"\.(nii|nii\.gz|dcm|dicom|png|tiff?)\Z", re.IGNORECASE | re.ASCII)
+LOSSY = (".jpg", ".jpeg", ".bmp")
+"""Endings of pictures whose masks are written as PNG, because JPEG changes values."""
+
+
+def mask_files(name: str) -> tuple[str, str, str]:
+    """Return the file names of an input's mask, its overlay and its probabilities.
+
+    The mask has the input's name if its format can hold labels, else with an ending added.
+    """
+    low = name.lower()
+    if low.endswith((".png", *TIFF, ".nii", ".nii.gz", ".dcm", ".dicom")):
+        mask = name
+    else:
+        mask = f"{name}.nii.gz" if low.endswith(RAW_VOLUMES) else f"{name}.png" if low.endswith(LOSSY) else f"{name}.dcm"
+    stem, low = _MASK_ENDING.sub("", mask), mask.lower()
+    ending = ".dcm" if low.endswith((".dcm", ".dicom")) else ".nii.gz" if low.endswith((".nii", ".nii.gz")) else ".tif"
+    return mask, f"{stem}_overlay.png", f"{stem}_probabilities{ending}"
+
+
+def write_picture(path: Path, values: np.ndarray) -> None:
+    """Write label values (H, W) as TIFF if `path` ends in .tif or .tiff, else as PNG."""
+    file, tiff = io.BytesIO(), path.name.lower().endswith(TIFF)
+    Image.fromarray(values).save(file, "TIFF" if tiff else "PNG", **({"compression": "tiff_deflate"} if tiff else {}))
+    write_atomic(path, file.getvalue())
+
+
+def write_pages(path: Path, planes: np.ndarray) -> None:
+    """Write probabilities (C, H, W) as a float32 TIFF with one page per class."""
+    file, pages = io.BytesIO(), [Image.fromarray(np.ascontiguousarray(plane, np.float32)) for plane in planes]
+    pages[0].save(file, "TIFF", save_all=True, append_images=pages[1:], compression="tiff_deflate")
+    write_atomic(path, file.getvalue())
+
+
+def write_nifti(path: Path, values: np.ndarray, source: Path) -> None:
+    """Write values (i, j, k) or (i, j, k, C) as NIfTI, with the affine, units and shape of the volume `source`.
+
+    Raises DataError if the source's header fits no NIfTI file of a mask.
+    """
+    try:
+        if volume_format(source) == "mha_nrrd":
+            affine = volumes.header(source).grid.affine
+            image = nibabel.Nifti1Image(values, np.eye(4) if affine is None else affine)
+        else:
+            origin = nifti.load(source)
+            header = origin.header.copy()
+            header.set_data_dtype(values.dtype)
+            header.set_slope_inter(1, 0)
+            header["cal_min"] = header["cal_max"] = 0
+            header["descrip"] = f"consilium {__version__}"
+            # NIfTI-2 lacks one of these; they and extensions may name the patient
+            for free in {"aux_file", "db_name", "intent_name"} & set(header.keys()):
+                header[free] = b""
+            header.extensions.clear()
+            shape = tuple(origin.shape) if values.ndim == 3 else values.shape
+            image = type(origin)(values.reshape(shape), origin.affine, header)
+        data = bytes(image.to_bytes())
+    except Exception as error:
+        raise DataError(
+            f"{source}: a NIfTI mask cannot be written with its header ({type(error).__name__}); convert it to NIfTI-1"
+        ) from None
+    if path.name.lower().endswith(".gz"):
+        data = gzip.compress(data, 6, mtime=0)
+    write_atomic(path, data)
+
+
+def write_dicom(path: Path, segments: np.ndarray, names: Sequence[str], source: Path, model: str) -> None:
+    """Write a DICOM-SEG that refers to the series `source`.
+
+    `segments` (k, rows, columns, C): masks as bool, or probabilities as float32. Raises DataError whose text quotes no value of
+    the DICOM files.
+    """
+    from consilium.data.dicom.files import open_file, wrap_dicom_errors
+    from consilium.data.dicom.frames import read_stack_headers
+
+    with wrap_dicom_errors(source):
+        frames = read_stack_headers(source).frames
+        files = list(dict.fromkeys(frame.file for frame in frames))
+        if len(files) == 1 and len(frames) > 1:  # frames of a multi-frame file keep the file's order
+            segments = segments[np.argsort([frame.number for frame in frames], kind="stable")]
+        images = [open_file(file, pixels=True) for file in files]
+        data = _encode_dicom_seg(images, segments, names, source, model)
+    write_atomic(path, data)
+
+
+def _encode_dicom_seg(images: list[Any], segments: np.ndarray, names: Sequence[str], source: Path, model: str) -> bytes:
+    """Return a DICOM-SEG as bytes. Raises DataError. Warnings of libraries are suppressed, because they quote values.
+
+    Jobs have no codes for tissues, so each segment is coded as an anatomical structure.
+    """
+    from highdicom import AlgorithmIdentificationSequence
+    from highdicom.seg import SegmentAlgorithmTypeValues, Segmentation, SegmentationTypeValues, SegmentDescription
+    from highdicom.uid import UID
+    from pydicom.sr.codedict import codes
+
+    file = io.BytesIO()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            how = AlgorithmIdentificationSequence(model[:64], codes.DCM.ArtificialIntelligence, __version__)
+            described = [
+                SegmentDescription(
+                    number, name[:64], codes.SCT.AnatomicalStructure, codes.SCT.AnatomicalStructure,
+                    SegmentAlgorithmTypeValues.AUTOMATIC, how,
+                )
+                for number, name in enumerate(names, start=1)
+            ]  # fmt: skip
+            binary = segments.dtype == bool
+            Segmentation(
+                source_images=images,
+                pixel_array=segments.astype(np.uint8) if binary else segments,
+                segmentation_type=SegmentationTypeValues.BINARY if binary else SegmentationTypeValues.FRACTIONAL,
+                segment_descriptions=described,
+                series_instance_uid=UID(),
+                series_number=900,
+                sop_instance_uid=UID(),
+                instance_number=1,
+                manufacturer="Consilium",
+                manufacturer_model_name=model[:64],
+                software_versions=__version__,
+                device_serial_number="1",
+                series_description="not a medical device",
+                omit_empty_frames=False,
+            ).save_as(file, enforce_file_format=True)
+    except Exception as error:
+        raise DataError(
+            f"{source}: a DICOM-SEG cannot be written from its elements ({type(error).__name__}); convert it to NIfTI"
+        ) from None
+    return file.getvalue()
+
+
+# outputs ---------------------------------------------------------------------------------------------------------------
+
+CLASSES, LABELS = "classes.csv", "labels.json"
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """The output folder `out`, and which files are wanted besides masks. `force`: existing files there may be replaced."""
+
+    out: Path
+    overlays: bool = False
+    probabilities: bool = False
+    force: bool = False
+
+
+def split_clashing(task: str, inputs: list[Input], wanted: OutputOptions) -> tuple[list[Input], list[tuple[Input, str]]]:
+    """Return (the inputs with files of their own, [(input, reason)] for inputs that would share a file with an earlier input).
+
+    Names that differ only in upper and lower case count as equal, because on some file systems they are.
+    """
+    taken: dict[str, str] = dict.fromkeys(map(str.casefold, _common_files(task)), "the tables")
+    apart, clashing = list[Input](), list[tuple[Input, str]]()
+    for one in inputs:
+        names = _output_names(task, one, wanted)
+        if (clash := next((name for name in names if name.casefold() in taken), None)) is None:
+            apart.append(one)
+            taken |= dict.fromkeys(map(str.casefold, names), one.name)
+        else:
+            what = f"{shown(clash)!r} is written for {shown(taken[clash.casefold()])!r}"
+            clashing.append((one, f"{one.path}: {what}; rename one of the two, or predict them apart"))
+    return apart, clashing
+
+
+def check_files(task: str, inputs: list[Input], apart: list[Input], wanted: OutputOptions) -> None:
+    """Raise ConfigError if a file written for the inputs `apart` would replace an input or, without `force`, any file."""
+    names = [*_common_files(task), *(name for one in apart for name in _output_names(task, one, wanted))]
+    originals = {_file_identity(path) for one in inputs for path in (one.path.iterdir() if one.path.is_dir() else [one.path])}
+    if wanted.out.exists() and not wanted.out.is_dir():
+        raise ConfigError(f"{wanted.out}: is a file; give a folder")
+    there = [path for name in names if (path := wanted.out / name).exists()]
+    if own := [path for path in there if _file_identity(path) in originals]:  # not even with `force`
+        raise ConfigError(f"--out: {shown(own[0])}: is an input, which is never replaced; give another folder")
+    inside = {wanted.out / folder for name in names for folder in Path(name).parents if folder != Path()}
+    if away := sorted(folder for folder in inside if folder.is_symlink()):
+        raise ConfigError(f"--out: {shown(away[0])}: is a link to another folder; remove it, or give another --out")
+    if there and not wanted.force:
+        raise ConfigError(
+            f"{first_names_text(list(map(str, there)), 1)}: is there already; give another folder, or --force to replace it"
+        )
+
+
+def _common_files(task: str) -> list[str]:
+    """Return the names of the files that are written once for all inputs."""
+    return {"classification": [CLASSES], "segmentation": [LABELS]}.get(task, [])
+
+
+def _output_names(task: str, one: Input, wanted: OutputOptions) -> list[str]:
+    if task == "classification":
+        return []
+    if task != "segmentation":
+        return [one.name]
+    wants = (True, wanted.overlays, wanted.probabilities)
+    return [name for name, wants_it in zip(mask_files(one.name), wants, strict=True) if wants_it]
+
+
+def _file_identity(path: Path) -> tuple[int, int]:
+    """Return (device, inode) of a file, which is the same for all its names and links."""
+    try:
+        told = path.stat()
+    except OSError:  # a broken link
+        return (-1, -1)
+    return (told.st_dev, told.st_ino)
+
+
+# labels ----------------------------------------------------------------------------------------------------------------
+# From the model's logits per class to one map of label values, as in the masks used for training.
+
+MOST = 2**16 - 1
+"""The largest label value that a picture can hold."""
+Legend = dict[int, tuple[str, ...]]
+"""The classes that each label value stands for. 0 is background."""
+
+
+def label_legend(classes: Mapping[str, Sequence[int | str]]) -> Legend:
+    """Return the meaning of each label value. `classes`: for each class the label values of the job.
+
+    If a class has no value that a picture can hold, the classes are numbered from 1 instead.
+    """
+    own = {name: [v for v in values if isinstance(v, int) and 0 < v <= MOST] for name, values in classes.items()}
+    if not all(own.values()):
+        return {0: ()} | {number: (name,) for number, name in enumerate(classes, start=1)}
+    found: Legend = {0: ()}
+    for value in sorted({value for values in own.values() for value in values}):
+        meant = tuple(name for name, values in own.items() if value in values)
+        if meant not in found.values():  # of several values with the same meaning, use the lowest
+            found[value] = meant
+    return found
+
+
+def label_map(logits: Tensor, names: Sequence[str], values: Legend) -> np.ndarray:
+    """Return label values (H, W) for logits (C, H, W): at each pixel the value with the highest likelihood.
+
+    The log likelihood of a value is the sum of log p(c) over the classes it stands for, and of log p(not c) over all others. If
+    a value stands for exactly the classes with a logit over 0, this is that value. Otherwise, such as for a cup outside its
+    disc, it is the best of the existing values.
+    """
+    table = torch.tensor([[float(name in meant) for name in names] for meant in values.values()])
+    best = torch.einsum("vc,chw->vhw", table, logits.float().cpu()).argmax(0).numpy()
+    kind = np.uint8 if max(values) < 256 else np.uint16
+    return np.array(list(values), dtype=kind)[best]
+
 
 # texts -----------------------------------------------------------------------------------------------------------------
-# Answers of a language model to records of instructions, generated as in a run's final evaluation. Small files share a call.
+# Answers of a language model to records of instructions, generated as in a run's final evaluation.
 
 Answer = dict[str, Any] | DataError
 """A record with its "answer", or the error why the record cannot be used."""
-Read = tuple[Input, list[Text], list[DataError]]
-"""(A file, its records, the errors of its unusable lines or of the whole file)."""
 
 
-def answers(opened: TrainedModel, inputs: Sequence[Input], batch_size: int) -> Iterator[tuple[Input, Iterator[Answer]]]:
-    """Yield (file, iterator of its answers), in order. A file's errors come after its answers.
-
-    Files are collected until their records fill one call of `batch_size`.
-    """
-    waiting = list[Read]()
-    for one in inputs:
-        bad = list[DataError]()
-        try:
-            found: Read = one, list(read_records(one.path, bad, require_pictures=opened.config.model.image_side > 0)), bad
-        except DataError as error:
-            found = one, [], [error]
-        if waiting and sum(len(texts) for _, texts, _ in [*waiting, found]) > batch_size:
-            yield from _answer_files(opened, waiting, batch_size)
-            waiting = []
-        waiting.append(found)
-    yield from _answer_files(opened, waiting, batch_size)
-
-
-def _answer_files(opened: TrainedModel, waiting: list[Read], batch_size: int) -> Iterator[tuple[Input, Iterator[Answer]]]:
-    if not waiting:
-        return
-    where = Path(os.path.commonpath([one.path for one, _, _ in waiting]))
-    said = iter(_answer_records(opened, where, [text for _, texts, _ in waiting for text in texts], batch_size))
-    for one, texts, bad in waiting:
-        yield one, iter([*islice(said, len(texts)), *bad])
+def answers(opened: TrainedModel, one: Input, batch_size: int) -> Iterator[Answer]:
+    """Yield the answers to a file's records in order, then the errors of its unusable lines. Raises DataError for the file."""
+    bad = list[DataError]()
+    texts = list(read_records(one.path, bad, require_pictures=opened.config.model.image_side > 0))
+    yield from _answer_records(opened, one.path, texts, batch_size)
+    yield from bad
 
 
 def _answer_records(opened: TrainedModel, where: Path, texts: list[Text], batch_size: int) -> list[Answer]:
@@ -110,7 +322,8 @@ def _answer_records(opened: TrainedModel, where: Path, texts: list[Text], batch_
         if len(texts) == 1:
             return [error]
     half = len(texts) // 2
-    return [answer for part in (texts[:half], texts[half:]) for answer in _answer_records(opened, where, part, batch_size)]
+    first = _answer_records(opened, where, texts[:half], batch_size)
+    return first + _answer_records(opened, where, texts[half:], batch_size)
 
 
 # predict ---------------------------------------------------------------------------------------------------------------
@@ -140,9 +353,9 @@ def predict(predictor: Predictor, inputs: list[Input], wanted: OutputOptions, do
     files would be replaced.
     """
     name = predictor.opened.config.task.name
-    if name not in ("segmentation", "classification", "language", "report"):
-        raise ConfigError(f"task.name: {name!r}: predict knows segmentation, classification, language and report")
     texts = name in ("language", "report") or reads_texts(predictor.opened.config)
+    if not texts and name not in ("segmentation", "classification"):
+        raise ConfigError(f"task.name: {name!r}: predict knows segmentation, classification, language and report")
     apart, clashing = split_clashing(name, inputs, wanted)
     check_files(name, inputs, apart, wanted)
     make_private_folder(wanted.out)
@@ -153,9 +366,12 @@ def predict(predictor: Predictor, inputs: list[Input], wanted: OutputOptions, do
         legend = {str(value): list(meant) for value, meant in label_legend(predictor.task.classes).items()}
         write_atomic(wanted.out / LABELS, json.dumps(legend, indent=1).encode())
     asked: Iterator[tuple[Input, Iterator[Any]]] = (
-        answers(predictor.opened, apart, predictor.batch_size) if texts else answer_inputs(predictor, apart)
+        ((one, answers(predictor.opened, one, predictor.batch_size)) for one in apart)
+        if texts
+        else ((one, predictor.finish(one, raw)) for one, raw in answer_inputs(predictor, apart))
     )
-    rows = list[list[Any]]()
+    classes = [] if texts else list(predictor.task.classes)
+    rows: list[list[object]] = [["image", "part", "class", "probability", *(f"p({one})" for one in classes)]]
     for one, found in asked:
         with _collect_errors(outcome, one):
             if texts:
@@ -163,12 +379,17 @@ def predict(predictor: Predictor, inputs: list[Input], wanted: OutputOptions, do
             elif name == "segmentation":
                 _write_mask(predictor, one, found, wanted, outcome)
             else:
-                rows += [_class_row(one, part, predictor.task.classes) for part in predictor.class_probabilities(one, found)]
+                for part in list(found):
+                    best = int(part.answer.argmax())
+                    numbers = [f"{float(p):.6f}" for p in (part.answer[best], *part.answer)]
+                    rows.append([csv_cell(one.name), part.item.name_suffix, csv_cell(classes[best]), *numbers])
                 outcome.written.append(one.name)
         volumes.forget()
         done(one)
     if name == "classification" and not texts:
-        _write_table(wanted.out / CLASSES, rows, predictor.task.classes)
+        file = io.StringIO()
+        csv.writer(file, lineterminator="\n").writerows(rows)
+        write_atomic(wanted.out / CLASSES, file.getvalue().encode("utf-8", "surrogateescape"), PRIVATE)
     return outcome
 
 
@@ -189,28 +410,25 @@ def _collect_errors(outcome: Outcome, one: Input) -> Iterator[None]:
 # segmentation ---------------------------------------------------------------------------------------------------------
 
 
-def _write_mask(predictor: Predictor, one: Input, asked: Iterator[Prediction], wanted: OutputOptions, outcome: Outcome) -> None:
-    name, names = mask_name(one.name), list(predictor.task.classes)
-    parts = stitch_tiles(predictor.resize_to_image(one, asked), str(one.path))
-    found = _Volume(one, predictor, wanted) if volumes.is_volume(one.path) else None
-    best: Prediction | None = None
-    for part in parts:
-        if found is None:
-            write_picture(wanted.out / name, label_map(part.answer, names, label_legend(predictor.task.classes)))
+def _write_mask(predictor: Predictor, one: Input, found: Iterator[Prediction], wanted: OutputOptions, outcome: Outcome) -> None:
+    classes = predictor.task.classes
+    name, overlay_name, shares_name = mask_files(one.name)
+    volume = _Volume(one, predictor, wanted) if volumes.is_volume(one.path) else None
+    best, largest = None, -1
+    for part in stitch_tiles(found, str(one.path)):
+        if volume is None:
+            write_picture(wanted.out / name, label_map(part.answer, list(classes), label_legend(classes)))
             if wanted.probabilities:
-                write_pages(wanted.out / probability_name(name), part.answer.sigmoid().numpy())
+                write_pages(wanted.out / shares_name, part.answer.sigmoid().numpy())
         else:
-            found.put(part)
-        best = part if best is None or _mask_area(part) > _mask_area(best) else best
-    if found is not None:
-        found.write(wanted.out / name, wanted.out / probability_name(name))
+            volume.put(part)
+        if (area := int((part.answer > 0).any(0).sum())) > largest:
+            best, largest = part, area
+    if volume is not None:
+        volume.write(wanted.out / name, wanted.out / shares_name)
     outcome.written.append(name)
     if wanted.overlays and best is not None:
-        _write_overlay(wanted.out / overlay_name(name), best, one)
-
-
-def _mask_area(part: Prediction) -> int:
-    return int((part.answer > 0).any(0).sum())
+        _write_overlay(wanted.out / overlay_name, best, one)
 
 
 class _Volume:
@@ -277,22 +495,7 @@ def _write_overlay(path: Path, part: Prediction, one: Input) -> None:
         ) from None
 
 
-# classification and language ------------------------------------------------------------------------------------------
-
-
-def _write_table(path: Path, rows: list[list[Any]], classes: list[str]) -> None:
-    file = io.StringIO()
-    table = csv.writer(file, lineterminator="\n")
-    table.writerow(["image", "part", "class", "probability", *(f"p({name})" for name in classes)])
-    table.writerows(rows)
-    write_atomic(path, file.getvalue().encode("utf-8", "surrogateescape"), PRIVATE)
-
-
-def _class_row(one: Input, part: Prediction, classes: list[str]) -> list[Any]:
-    chances: Tensor = part.answer
-    best = int(chances.argmax())
-    numbers = [f"{float(p):.6f}" for p in (chances[best], *chances)]
-    return [csv_cell(one.name), part.item.name_suffix, csv_cell(classes[best]), *numbers]
+# texts ---------------------------------------------------------------------------------------------------------------
 
 
 def _write_answers(one: Input, found: Iterator[Answer], wanted: OutputOptions, outcome: Outcome) -> None:

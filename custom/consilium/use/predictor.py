@@ -1,10 +1,11 @@
-"""Predictions of a model for pictures, planes and tiles, which are read as in training. One call takes several pictures.
+"""Inputs of `consilium predict`, and a model's predictions for pictures, planes and tiles, which are read as in training."""
 
-use/model.py opens the model. use/predict.py is the command.
-"""
-
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+import csv
+import io
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,16 +13,137 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from consilium.core.errors import ConfigError, DataError
+from consilium.core.errors import ConfigError, DataError, raise_first
 from consilium.core.sanitize import shown
 from consilium.data import volumes
 from consilium.data.datalist import DataList, Item
 from consilium.data.images import read_image, resize, unpadded_size
+from consilium.data.safe_open import PICTURES, read_text
 from consilium.data.slices import expand
 from consilium.tasks.segmentation import PROMPTS
 from consilium.training.device import autocast
-from consilium.use.inputs import Input, Prompts
 from consilium.use.model import TrainedModel
+
+TEXTS = (".jsonl",)
+TABLE = "DICOMDIR"
+"""The table of contents on a DICOM disc, which is a DICOM file but no image."""
+MOST_PROMPTS = 2**26
+"""Largest size of a file of prompts in bytes, which is enough for over a million prompts."""
+PIXELS = "write pixels from the left and the top"
+Place = tuple[str, int | None, str]
+Prompts = Mapping[Place, tuple[float, ...]]
+"""Boxes (left, top, right, bottom) or points (x, y) in pixels, by (input's name, plane, class). Plane None: all planes."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """A picture, a volume, a folder with a DICOM series, or a file of texts. `name`: its path relative to the user's folder."""
+
+    path: Path
+    name: str
+
+
+def find_inputs(given: Path, texts: bool, out: Path, companions: list[Path] | None = None) -> list[Input]:
+    """Return the inputs in the file or folder `given`, sorted by name. Raises ConfigError if there are none.
+
+    `texts`: look for records instead of images. Files in `out` are ignored. DICOM objects that are not images, such as earlier
+    segmentations and reports, are appended to `companions`.
+    """
+    problems = {
+        f"{shown(given)}: no such file or folder; give pictures, volumes or a folder of them": not given.exists(),
+        f"{shown(given)}: is a device or a pipe; give a file or a folder": not given.is_dir() and not given.is_file(),
+    }
+    raise_first(problems)
+    if not given.is_dir():
+        return [Input(given, given.name)]
+    ends, companions = TEXTS if texts else PICTURES, [] if companions is None else companions
+    paths = _find_under(given, ends, {out.resolve(), given.resolve()}, companions)
+    found = [Input(path, given.resolve().name if path == given else path.relative_to(given).as_posix()) for path in paths]
+    if not found:
+        wanted = "records (.jsonl)" if texts else "pictures, NIfTI or DICOM images"
+        raise ConfigError(f"{shown(given)}: holds no {wanted}; give another folder")
+    return sorted(found, key=lambda one: one.name)
+
+
+def _find_under(folder: Path, ends: tuple[str, ...], seen: set[Path], companions: list[Path]) -> Iterator[Path]:
+    """Yield the inputs under a folder and its subfolders. Folders in `seen` are skipped, so that links cannot form a loop.
+
+    Broken links are yielded too, so that they are reported as unusable inputs.
+    """
+    entries = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    files = [path for path in entries if path.is_file()]
+    if ends is not TEXTS:
+        other = [path for path in files if path.name.upper() != TABLE and not path.name.lower().endswith(PICTURES)]
+        yield from _dicom_images(folder, [path for path in other if volumes.is_volume(path)], companions)
+    lost = [path for path in entries if path.is_symlink() and not path.exists()]
+    yield from (path for path in [*files, *lost] if path.name.lower().endswith(ends))
+    for path in sorted((path for path in entries if path.is_dir()), key=Path.is_symlink):
+        if (resolved := path.resolve()) not in seen:
+            seen.add(resolved)
+            yield from _find_under(path, ends, seen, companions)
+
+
+def _dicom_images(folder: Path, files: list[Path], companions: list[Path]) -> list[Path]:
+    """Return the inputs among a folder's DICOM files.
+
+    If each image has a series of its own, such as radiographs, these are the files. Otherwise this is [folder], as one series.
+    """
+    if not files:
+        return []
+    try:
+        from consilium.data.dicom.files import is_companion_object, open_file, wrap_dicom_errors
+    except ImportError:  # without pydicom, reading the input fails later with a clear error
+        return files if len(files) == 1 else [folder]
+    images = {}
+    for path in files:
+        try:
+            with wrap_dicom_errors(path):
+                found = open_file(path)
+                other, series = is_companion_object(found), str(found.get("SeriesInstanceUID"))
+        except DataError:  # a damaged file counts as an image in a series of its own
+            other, series = False, str(path)
+        if other:
+            companions.append(path)
+        else:
+            images[path] = series
+    return list(images) if len(set(images.values())) == len(images) else [folder]
+
+
+def read_prompts(path: Path, kind: str, classes: list[str]) -> Prompts:
+    """Return the prompts of a `kind` (box or point) from a CSV file.
+
+    The columns are image, class, the numbers of the kind, and optionally slice for one plane of a volume. Raises DataError with
+    the number of the row.
+    """
+    text = read_text(path, f"give a CSV file of {kind} prompts", MOST_PROMPTS)
+    columns = ("image", "class", *PROMPTS[kind].numbers)
+    found: dict[Place, tuple[float, ...]] = {}
+    try:
+        for number, row in enumerate(csv.DictReader(io.StringIO(text)), start=1):
+            where = f"{path}: {kind} {number}"
+            if missing := [key for key in columns if not row.get(key)]:
+                raise DataError(f"{where}: lacks {missing[0]}; write {','.join(columns)}")
+            if row["class"] not in classes:
+                raise DataError(f"{where}: class {shown(row['class'], 80)!r} is none of the model's: {', '.join(classes)}")
+            try:
+                prompt = tuple(float(row[key]) for key in columns[2:])
+                plane = int(row["slice"]) if row.get("slice") else None
+            except ValueError:
+                raise DataError(f"{where}: has a value that is not a number; {PIXELS}") from None
+            if not all(map(math.isfinite, prompt)) or (len(prompt) == 2 and min(prompt) < 0):
+                raise DataError(f"{where}: has a value that is not 0 or more; {PIXELS}")
+            if len(prompt) == 4 and not (prompt[0] < prompt[2] and prompt[1] < prompt[3]):
+                raise DataError(f"{where}: its sides are not left < right and top < bottom; {PIXELS}")
+            place = row["image"], plane, row["class"]
+            if place in found:
+                raise DataError(f"{where}: {shown(place[0])} has two for {place[2]!r}; keep one")
+            found[place] = prompt
+    except csv.Error as error:
+        raise DataError(f"{path}: not valid CSV ({error}); write {','.join(columns)}") from None
+    if not found:
+        raise DataError(f"{path}: holds no {kind}; write {','.join(columns)}")
+    return found
+
 
 MOST_NUMBERS = 2**29
 """Largest number of logits of one input that are held in memory at once: 2 GiB."""
@@ -109,10 +231,17 @@ class Predictor:
             ) from None
         return [Prediction(part.item, part.image, raw) for part, raw in zip(parts, found.float().cpu(), strict=True)]
 
-    def resize_to_image(self, one: Input, raw: Iterable[Prediction]) -> Iterator[Prediction]:
-        """Yield each part's raw output resized to its image: logits (C, H, W). Raises DataError for NaN or Inf."""
+    def finish(self, one: Input, raw: Iterable[Prediction]) -> Iterator[Prediction]:
+        """Yield each part's raw output as class probabilities (C,), or as logits (C, H, W) on the pixels of its image.
+
+        Raises DataError for NaN or Inf.
+        """
         for part in raw:
-            _check_finite(one, part)
+            if not torch.isfinite(part.answer).all():
+                raise DataError(f"{one.path}: the model answers with NaN or Inf; look at the picture's values")
+            if part.answer.ndim == 1:
+                yield replace(part, answer=part.answer.softmax(0))
+                continue
             shape = part.image.shape
             rows, columns = unpadded_size(shape, self.opened.config.model.image_side, self.task)
             logits = part.answer[None, :, :rows, :columns]
@@ -121,12 +250,6 @@ class Predictor:
                 missing = torch.tensor([self._prompt(one, part.item, name) is None for name in self.task.classes])
                 found = found.masked_fill(missing[:, None, None], -1e4)
             yield replace(part, answer=found)
-
-    def class_probabilities(self, one: Input, raw: Iterable[Prediction]) -> Iterator[Prediction]:
-        """Yield each part's raw output as class probabilities (C,). Raises DataError for NaN or Inf."""
-        for part in raw:
-            _check_finite(one, part)
-            yield replace(part, answer=part.answer.softmax(0))
 
     def _check_prompts_used(self, one: Input, parts: Sequence[Item]) -> None:
         """Raise DataError for a prompt that lies in no part, such as on a missing plane: it would be ignored silently."""
@@ -174,11 +297,6 @@ class Predictor:
         return cut if cut[0] < cut[2] and cut[1] < cut[3] else None
 
 
-def _check_finite(one: Input, part: Prediction) -> None:
-    if not torch.isfinite(part.answer).all():
-        raise DataError(f"{one.path}: the model answers with NaN or Inf; look at the picture's values")
-
-
 def stitch_tiles(parts: Iterator[Prediction], path: str) -> Iterator[Prediction]:
     """Yield planes unchanged. Join the tiles of a picture into one prediction, with mean logits where tiles overlap.
 
@@ -210,33 +328,42 @@ MOST_PIXELS = 2**26
 """Largest number of pixels of the pictures that wait for one call: 200 MB. A single larger picture is allowed."""
 
 
-def answer_inputs(predictor: Predictor, inputs: Sequence[Input]) -> Iterator[tuple[Input, Iterator[Prediction]]]:
-    """Yield (input, iterator of the raw outputs of its parts), in order. Pictures are put into calls of `batch_size`.
+def answer_inputs(predictor: Predictor, inputs: Iterable[Input]) -> Iterator[tuple[Input, Iterator[Prediction]]]:
+    """Yield (input, iterator of the raw outputs of its parts), in order. Successive pictures share a call of the model.
 
     An input's DataError or OSError is raised when its own iterator is used, so the other inputs are not affected.
     """
-    waiting = _Waiting(predictor)
+    waiting, pixels = list[tuple[Input, ModelInput]](), 0
+
+    def answer_waiting() -> Iterator[tuple[Input, Iterator[Prediction]]]:
+        raw = predictor.run_model([picture for _, picture in waiting]) if waiting else []
+        for (one, _), answer in zip(waiting, raw, strict=True):
+            yield one, iter([answer])
+        waiting.clear()
+
     for one in inputs:
         found = _open_input(predictor, one)
-        if isinstance(found, list):
-            yield from waiting.flush()
-            yield one, _predict_alone(predictor, one, found)
-            continue
-        if not waiting.has_room(found):
-            yield from waiting.flush()
-        waiting.found.append((one, found))
-    yield from waiting.flush()
+        size = found.image.shape[0] * found.image.shape[1] if isinstance(found, ModelInput) else 0
+        pixels += size
+        if not size or len(waiting) == predictor.batch_size or pixels > MOST_PIXELS:
+            yield from answer_waiting()
+            pixels = size
+        if isinstance(found, ModelInput):
+            waiting.append((one, found))
+        else:
+            yield one, found
+    yield from answer_waiting()
 
 
-def _open_input(predictor: Predictor, one: Input) -> ModelInput | list[Item] | Exception:
-    """Return an input's only picture, the list of its parts if it has several, or the error if it cannot be read."""
+def _open_input(predictor: Predictor, one: Input) -> ModelInput | Iterator[Prediction]:
+    """Return an input's only picture. For several parts, or an error, return an iterator that predicts them, or raises it."""
     try:
         items = predictor.parts(one)
         if len(items) != 1 or items[0].tile is not None:
-            return items
+            return _predict_alone(predictor, one, items)
         (picture,) = predictor.load_parts(one, items)
     except (DataError, OSError) as error:
-        return error
+        return _raise_when_iterated(error)
     volumes.forget()  # free the file's values: a waiting picture needs its 8-bit image only
     return picture
 
@@ -244,30 +371,6 @@ def _open_input(predictor: Predictor, one: Input) -> ModelInput | list[Item] | E
 def _predict_alone(predictor: Predictor, one: Input, items: list[Item]) -> Iterator[Prediction]:
     for start in range(0, len(items), predictor.batch_size):
         yield from predictor.run_model(list(predictor.load_parts(one, items[start : start + predictor.batch_size])))
-
-
-@dataclass
-class _Waiting:
-    """Pictures that wait for a common call of the model, and, between them, errors of inputs that cannot be read."""
-
-    predictor: Predictor
-    found: list[tuple[Input, ModelInput | Exception]] = field(default_factory=list)
-
-    def has_room(self, more: ModelInput | Exception) -> bool:
-        """Return whether one more input may be added before the next call."""
-        held = [one for _, one in self.found if isinstance(one, ModelInput)]
-        if not held or isinstance(more, Exception):
-            return True
-        pixels = sum(one.image.shape[0] * one.image.shape[1] for one in [*held, more])
-        return len(held) < self.predictor.batch_size and pixels <= MOST_PIXELS
-
-    def flush(self) -> Iterator[tuple[Input, Iterator[Prediction]]]:
-        """Call the model on all waiting pictures, yield each input with its output or error, and clear the queue."""
-        pictures = [one for _, one in self.found if isinstance(one, ModelInput)]
-        raw = iter(self.predictor.run_model(pictures) if pictures else [])
-        for one, found in self.found:
-            yield one, _raise_when_iterated(found) if isinstance(found, Exception) else iter([next(raw)])
-        self.found = []
 
 
 def _raise_when_iterated(error: Exception) -> Iterator[Prediction]:

@@ -23,8 +23,8 @@ from consilium.report.page.check_page import write_report
 from consilium.report.results_table import CrossSiteMatrix
 from consilium.report.run_files import RunLog
 from consilium.strategies.strategy import ServerState
-from consilium.use.inputs import Input
-from consilium.use.outputs import OutputOptions, check_files
+from consilium.use.predict import OutputOptions, check_files
+from consilium.use.predictor import Input
 from tests.conftest import small_cells
 
 

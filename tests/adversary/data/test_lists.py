@@ -10,7 +10,7 @@ import pytest
 
 from consilium.core.errors import DataError
 from consilium.data.synthetic.phantoms import refuse_overwriting_real_data
-from consilium.use.inputs import read_prompts
+from consilium.use.predictor import read_prompts
 from tests.adversary.data.lists import SECONDS, data_check, picture, refusal, write_list
 
 
@@ -96,11 +96,11 @@ def test_generated_data_replace_nobodys_list(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "why"),
-    [("[" + "0," * 2**24 + "0]", "holds more than 16,777,216 values"), (" " * 2**26 + "[]", "at most 67,108,864 are allowed")],
-    ids=["values", "bytes"],
+    [("image,class\n" + ",\n" * 2**24, "box 1: lacks image"), (" " * 2**26 + ",", "at most 67,108,864 are allowed")],
+    ids=["rows", "bytes"],
 )
 def test_prompts_of_gigabytes(content: str, why: str, tmp_path: Path) -> None:
-    """`predict --boxes` is given a file of somebody's: 2 GiB of JSON would be 100 GB of Python's objects."""
-    (tmp_path / "boxes.json").write_text(content)
+    """`predict --boxes` is given a file of somebody's: 2 GiB of rows would be 100 GB of Python's objects."""
+    (tmp_path / "boxes.csv").write_text(content)
     with pytest.raises(DataError, match=why):
-        read_prompts(tmp_path / "boxes.json", "box", ["disc"])
+        read_prompts(tmp_path / "boxes.csv", "box", ["disc"])

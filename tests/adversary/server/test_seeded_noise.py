@@ -145,7 +145,7 @@ ALLOWED = {
     ): "which samples a job leaves out, by its public seed; no cost counts on a secret choice",
     ("server/coordinator.py", "secrets.token_hex"): "the name of a run, from the operating system",
     ("server/coordinator.py", "import random"): "for the two choices of sites below",
-    ("server/coordinator.py", "Coordinator._sample_sites"): "the sites of a round, by a public seed, which lowers no cost",
+    ("server/coordinator.py", "Coordinator.start"): "the sites of a round, by a public seed, which lowers no cost",
     ("server/coordinator.py", "Coordinator.evaluation_payloads"): "the sites that evaluate only, by a public seed",
 }
 """Where a generator stands: by file, and function or method (or the one call of it), and why no promise rests on it."""

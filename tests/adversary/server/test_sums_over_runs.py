@@ -29,7 +29,7 @@ from consilium.privacy.secagg.sum_ledger import SumLedger
 from consilium.runtime.engine import LocalTransport
 from consilium.runtime.worker_pool import SimulatedSite
 from consilium.server.coordinator import Coordinator
-from consilium.server.masked_round import MaskedRounds, aggregate_for
+from consilium.server.masked_round import MaskedRounds
 from tests.conftest import assembled, small_config, training_only
 
 FOUR = ["site-1", "site-2", "site-3", "site-4"]
@@ -96,7 +96,7 @@ class Hospitals:
         self.runs += 1
         run = run or f"run-{self.runs}"
         members = {name: self.member(job, name, run) for name in names}
-        coordinator = Coordinator(job, self.folder / "server" / run, self.events.append, resume, aggregate_for(job))
+        coordinator = Coordinator(job, self.folder / "server" / run, self.events.append, resume)
         LocalTransport(coordinator, members).register(first=True)
         root = read_root(self.identities / "rootCA.pem")
         return coordinator, MaskedRounds(coordinator, root, "server"), members

@@ -40,7 +40,7 @@ def test_a_message_has_at_most_256_groups() -> None:
 
 def survey(folder: Path) -> StatisticsRound:
     made = StatisticsRound(config(), folder, lambda event: None)
-    made.record_asked_sites(["a", "b"])
+    made.asked = {"a", "b"}
     return made
 
 
@@ -104,7 +104,7 @@ def test_forged_statistics_are_refused(path: str, value: Any, tmp_path: Path) ->
 def test_classes_that_exclude_one_another_add_up(tmp_path: Path) -> None:
     names = ["round", "elongated", "target", "teardrop", "spiky"]
     made = StatisticsRound(config(cells=True), tmp_path, lambda event: None)
-    made.record_asked_sites(["a"])
+    made.asked = {"a"}
     empty: dict[str, Any] = {"areas": [], "sizes": [], "spacing": [], "lengths": [], "greys": []}
 
     def told(*counts: int) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def test_a_plug_in_changed_after_approval_is_refused(
     check(job, local)
     change(installed)
     forget()
-    with pytest.raises(RefusedError, match=rf"it was approved with {NAME} 0\.1\.0 \(code \w+\), and here is {NAME}") as told:
+    with pytest.raises(RefusedError, match=rf"is not approved here .*plug-ins installed here \({NAME}") as told:
         check(job, local)
     assert told.value.reason is Reason.APPROVAL
     assert "\n" not in str(told.value)
@@ -118,9 +118,8 @@ def test_another_job_with_a_changed_plug_in_was_never_approved(installed: Path, 
     raw = yaml.safe_load(path.read_text())
     raw["training"]["rounds"] += 1
     path.write_text(yaml.safe_dump(raw))
-    with pytest.raises(RefusedError, match="is not approved here") as told:
+    with pytest.raises(RefusedError, match="is not approved here"):
         check(job, local)
-    assert "was approved with" not in str(told.value)
 
 
 def test_the_same_plug_in_installed_again_is_the_same(
@@ -162,8 +161,7 @@ def record(local: Path, digest: str) -> None:
 
 def test_an_approval_of_before_is_given_again_where_a_plug_in_is_in_play(job: Path, local: Path) -> None:
     record(local, before(job, load(job)))
-    told = rf"its approval is of a version that did not look at plug-ins, and it uses {NAME} 0\.1\.0 .*; review it and run"
-    with pytest.raises(RefusedError, match=told):
+    with pytest.raises(RefusedError, match=rf"plug-ins installed here \({NAME} 0\.1\.0\); review it and run"):
         check(job, local)
 
 

@@ -21,13 +21,12 @@ from consilium.core.sanitize import shown
 from consilium.core.schema import Section, validate
 from consilium.flare.job import job_context, wire
 from consilium.flare.job.aggregator import StrategyAggregator
-from consilium.flare.job.site_registration import Registration
-from consilium.flare.job.task_sender import TaskSender
-from consilium.flare.job.transport import Aborted, FlareTransport
+from consilium.flare.job.transport import REPLIED, Aborted, FlareTransport
+from consilium.flare.kit.audit_rotation import aborting_person
 from consilium.flare.patches import share_timers
 from consilium.report.live_view import progress
 from consilium.runtime.run_loop import RunLoop
-from consilium.server.coordinator import Coordinator
+from consilium.server.coordinator import FILE as SEALS, Coordinator, Seals
 from consilium.server.cross_site import CrossSites, scored_run_state
 from consilium.server.masked_round import MaskedRounds
 from consilium.server.run_start import check_start_folder
@@ -52,7 +51,7 @@ class RoundController(Controller):
         self.coordinator: Coordinator | None = None
         self.crossing: CrossSites | None = None
         self.masked: MaskedRounds | None = None
-        self.registration: Registration | None = None
+        self.transport: FlareTransport | None = None
         self._revoked: Callable[[], set[str]] = set
         self._fatal = ""
 
@@ -65,15 +64,12 @@ class RoundController(Controller):
             aggregator = fl_ctx.get_engine().get_component(self.aggregator_id)
             if not isinstance(aggregator, StrategyAggregator):
                 raise ConsiliumError(f"config_fed_server.json: no StrategyAggregator with id {self.aggregator_id!r}; add it")
-            folder, observe = (
-                job_context.open_server_folder(fl_ctx, job, self.resume),
-                job_context.observer(self, fl_ctx, "server"),
-            )
-            own = job_context.server_config(fl_ctx)
+            folder = job_context.open_server_folder(fl_ctx, job, self.resume)
+            observe, own = job_context.observer(self, fl_ctx, "server"), job_context.server_config(fl_ctx)
             if not job_context.is_simulated_process():
                 check_start_folder(job.config, own)
             saved = scored_run_state(job, job_context.former_run_folder(fl_ctx, job))
-            seals = job_context.ledger_seal_store(fl_ctx)
+            seals = Seals(None if job_context.is_simulated_process() else job_context.state_folder(fl_ctx) / SEALS)
             self.coordinator = Coordinator(job, folder, observe, self.resume, aggregator.set_job(job), own, seals)
             if job.config.cross_site and saved:
                 self.crossing = CrossSites(self.coordinator, job.config.cross_site, saved)
@@ -106,19 +102,20 @@ class RoundController(Controller):
         super().handle_event(event_type, fl_ctx)
         if event_type == EventType.FATAL_SYSTEM_ERROR:
             self._fatal = self._fatal or shown(fl_ctx.get_prop(FLContextKey.EVENT_DATA, ""), 300)
-        if event_type == EventType.CLIENT_RECONNECTED and self.registration:
-            self.registration.send_from_other_thread()  # FLARE's thread holds locks here, and sending a task needs none of them
+        if event_type == EventType.CLIENT_RECONNECTED and self.transport:
+            # FLARE's thread holds locks here, and sending a task needs none of them
+            self.transport.send_hellos_from_other_thread()
         collector = fl_ctx.get_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR)
         asked = event_type == InfoCollector.EVENT_TYPE_GET_STATS and isinstance(collector, GroupInfoCollector)
         if asked and self.coordinator:
-            registration = self.registration
-            waiting = (lambda: registration.tasks.waiting) if registration else None
+            transport = self.transport
+            waiting = (lambda: transport.waiting) if transport else None
             collector.set_info("consilium", progress(self.coordinator.folder, waiting))
 
     def stop_controller(self, fl_ctx: FLContext) -> None:
         """Close the run's files, and copy those that an administrator may download to FLARE's run folder."""
-        if self.registration:
-            self.registration.close()
+        if self.transport:
+            self.transport.close()
         if self.coordinator:
             self.coordinator.close()
             job_context.publish(fl_ctx, self.coordinator.folder)
@@ -127,13 +124,12 @@ class RoundController(Controller):
         """Run all rounds and the final evaluation. If the quorum is missed, the job ends early; its checkpoint stays."""
         if (c := self.coordinator) is None:
             return
-        tasks = TaskSender(self, c, abort_signal, fl_ctx, self._revoked, self.task_check_period)
-        self.registration = Registration(tasks)
+        self.transport = transport = FlareTransport(self, c, abort_signal, fl_ctx, self._revoked, self.task_check_period)
         try:
             with suppress(Aborted):
-                RunLoop(c, FlareTransport(tasks, self.registration), self.masked, self.crossing).run()
-            if tasks.aborted:
-                self._record_reason(self._abort_reason(tasks, c, fl_ctx), fl_ctx)
+                RunLoop(c, transport, self.masked, self.crossing).run()
+            if transport.aborted:
+                self._record_reason(self._abort_reason(transport, c, fl_ctx), fl_ctx)
         except ConsiliumError as error:
             self._give_up(error, fl_ctx)
         except OSError as error:
@@ -145,16 +141,15 @@ class RoundController(Controller):
                 fl_ctx,
             )
 
-    def _abort_reason(self, tasks: TaskSender, c: Coordinator, fl_ctx: FLContext) -> str:
+    def _abort_reason(self, transport: FlareTransport, c: Coordinator, fl_ctx: FLContext) -> str:
         """Return why FLARE ends this job: a person's abort, or an error. FLARE's abort signal is the same for both."""
         place = f"in round {c.state.round + 1}" if c.asked else "between rounds"
         place = place if c.sites else "before the first round"
-        if person := job_context.find_aborting_person(fl_ctx):
+        if person := aborting_person(Path(job_context.workspace(fl_ctx).get_root_dir()), fl_ctx.get_job_id()):
             return f"{ABORTED_RUN} by {person} {place}"
         if self._fatal:
             return f"{UNEXPLAINED} {place}: {self._fatal}"
-        greeted = self.registration.sent.keys() if self.registration else set[str]()
-        silent = greeted - tasks.replied or c.asked.keys() - c.accepted
+        silent = {name for name, task in transport.hellos.items() if not task.get_prop(REPLIED)} or c.asked.keys() - c.accepted
         return f"{UNEXPLAINED} {place}" + (f"; see the logs of {', '.join(sorted(silent))}" if silent else "")
 
     def process_result_of_unknown_task(

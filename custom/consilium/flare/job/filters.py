@@ -1,4 +1,4 @@
-"""FLARE filters: the site's privacy guard and the server's check of results. All fail closed: on any error nothing passes.
+"""FLARE filters with the site's privacy guard. They fail closed: on any error nothing passes.
 
 The guard is a pair of filters: one authorizes each task, the other builds each message that leaves the site. The pair is in the
 hospital's privacy.json, and again in our job folders. So both pairs may run. The second pair then gets the objects that the
@@ -8,18 +8,16 @@ first pair made, and lets exactly these objects pass.
 from abc import abstractmethod
 
 from nvflare.apis.filter import Filter
-from nvflare.apis.fl_constant import FLContextKey, ReturnCode
+from nvflare.apis.fl_constant import FLContextKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 
 from consilium.core.errors import STOPS, ConsiliumError, Reason, RefusedError
 from consilium.core.messages import Kind, Payload
-from consilium.federation.job import Job
-from consilium.flare.job import job_context, site_registry, wire
+from consilium.flare.job import site_registry, wire
 from consilium.flare.job.private_log import log_failure
 from consilium.privacy.guard.guard import Guard
 from consilium.privacy.guard.task_schedule import AuthorizedTask
-from consilium.server.checks import check_result
 
 
 class ClosedFilter(Filter):
@@ -120,30 +118,6 @@ class GuardResultFilter(ClosedFilter):
     def _remember_sent(self, message: Shareable, fl_ctx: FLContext) -> Shareable:
         site_registry.site_job_state(fl_ctx).sent = message
         return message
-
-
-class ResultCheckFilter(ClosedFilter):
-    """The server's check of training results: the strategy's tensor names and scalars, and finite values only.
-
-    The coordinator checks shapes later.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._job: Job | None = None
-
-    def handle(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Return the result itself if checks.check_result accepts it. Replies to other tasks are not checked here."""
-        if shareable.get_return_code() != ReturnCode.OK:
-            return wire.strip_failure_reply(shareable)
-        self._job = self._job or job_context.load(fl_ctx)
-        try:
-            if fl_ctx.get_prop(FLContextKey.TASK_NAME) == Kind.TRAIN:
-                check_result(self._job, wire.decode(shareable)[0])
-        except RefusedError as error:
-            fl_ctx.set_prop(wire.REASON, str(error), private=True, sticky=False)  # the controller trusts this
-            raise
-        return shareable
 
 
 def _encode_release(guard: Guard, task: AuthorizedTask, released: Payload) -> Shareable:

@@ -16,7 +16,6 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.job_def import JobMetaKey
 from nvflare.apis.job_launcher_spec import JobReturnCode
 from nvflare.apis.workspace import Workspace
-from nvflare.private.fed.server.server_engine import ServerEngine
 
 from consilium.client.approval import check_approved
 from consilium.config.job import load_job
@@ -26,16 +25,14 @@ from consilium.core.messages import Observer
 from consilium.core.registry import NO_PLUGINS, Plugins
 from consilium.core.storage import make_private_folder, read_json, sweep, write_atomic
 from consilium.federation.job import Job, assemble_job
+from consilium.federation.job_checks import refuse_first
 from consilium.federation.run_folders import OWNER, RUNS, STATE, check_run_name, claim_run_folder, default_run_name, known_run
-from consilium.flare.job.late_join import Arrivals
 from consilium.flare.job.simulation_settings import IDENTITIES, OUTPUT, is_simulated_process, read_settings
-from consilium.flare.kit.audit_rotation import aborting_person
 from consilium.flare.kit.kit_contents import ANSWERED
 from consilium.flare.kit.revocation import revoked_since, revoked_until
 from consilium.privacy.secagg.certificates import SERVER, Identity, read_identity, read_root, read_simulated_identity
 from consilium.report.predictions import PREDICTIONS
 from consilium.report.private_logging import log_event_privately
-from consilium.server.coordinator import FILE as SEALS, Seals
 from consilium.server.cross_site import former_run
 
 UPLOAD = 300.0
@@ -44,12 +41,10 @@ UPLOAD = 300.0
 
 def load(fl_ctx: FLContext) -> Job:
     """Return this run's job from app/config/job.yaml. Raises ConfigError."""
-    folder = Path(
-        _workspace(fl_ctx).get_app_dir(fl_ctx.get_job_id())
-    )  # FLARE's get_app_config_dir is wrong in kits made by `nvflare package`
-    plugins = plugins_allowed_by_kit(
-        Path(_workspace(fl_ctx).get_site_config_dir()), is_simulated_process()
-    )  # at a server, only `plugins` of its site.yaml counts
+    # FLARE's get_app_config_dir is wrong in kits made by `nvflare package`
+    folder = Path(workspace(fl_ctx).get_app_dir(fl_ctx.get_job_id()))
+    # at a server, only `plugins` of its site.yaml counts
+    plugins = plugins_allowed_by_kit(Path(workspace(fl_ctx).get_site_config_dir()), is_simulated_process())
     return load_federated_job(folder / "config" / "job.yaml", plugins)
 
 
@@ -61,11 +56,11 @@ def load_approved_job(fl_ctx: FLContext, name: str) -> tuple[Job, SiteConfig]:
     """
     key = (fl_ctx.get_job_id(), name)
     if key not in _opened:
-        site, workspace = site_config(fl_ctx, name), _workspace(fl_ctx)
-        app = Path(workspace.get_app_dir(fl_ctx.get_job_id()))
+        site, folders = site_config(fl_ctx, name), workspace(fl_ctx)
+        app = Path(folders.get_app_dir(fl_ctx.get_job_id()))
         path = app / "config" / "job.yaml"
         config = load_job(path, plugins=allowed_plugins(site, is_simulated_process()))
-        check_approved(app, config, site, Path(workspace.get_site_config_dir()))
+        check_approved(app, config, site, Path(folders.get_site_config_dir()))
         _opened[key] = (check_federated(assemble_job(config, path), path), site)
     return _opened[key]
 
@@ -81,12 +76,15 @@ def load_federated_job(path: Path, plugins: Plugins = NO_PLUGINS, author: bool =
 
 def check_federated(job: Job, path: Path) -> Job:
     """Return `job`, which was read from `path`. Raises ConfigError for a job that only the in-process engine can run."""
-    if job.strategy.traits.pools_data:
-        raise ConfigError(f"{path}: strategy.name: {job.strategy.name!r} pools all sites' data; only --engine inprocess can")
-    if job.config.diagnostics.reads_site_tensors:
-        raise ConfigError(
-            f"{path}: diagnostics: leakage and oracle look inside sites, which only --engine inprocess can; remove them"
-        )
+    problems = {
+        f"strategy.name: {job.strategy.name!r} pools all sites' data; only --engine inprocess can": (
+            job.strategy.traits.pools_data
+        ),
+        "diagnostics: leakage and oracle look inside sites, which only --engine inprocess can; remove them": (
+            job.config.diagnostics.reads_site_tensors
+        ),
+    }
+    refuse_first(path, problems)
     return job
 
 
@@ -95,7 +93,7 @@ def site_config(fl_ctx: FLContext, name: str) -> SiteConfig:
 
     In a kit, a missing or empty file is an error too, see `load_kit_site`.
     """
-    local = Path(_workspace(fl_ctx).get_site_config_dir())
+    local = Path(workspace(fl_ctx).get_site_config_dir())
     return find_site(name, _simulation_settings(), local, is_kit=(local.parent / "startup" / "client.crt").is_file())
 
 
@@ -103,7 +101,7 @@ def secagg_identity(fl_ctx: FLContext, name: str, site: SiteConfig) -> Identity:
     """Return the site's key and certificates for secure aggregation, from its kit or a simulation. Raises ConfigError."""
     if is_simulated_process():
         return read_simulated_identity(Path(os.environ[OUTPUT]) / IDENTITIES, name, site.secure_aggregation)
-    startup = Path(_workspace(fl_ctx).get_startup_kit_dir())
+    startup = Path(workspace(fl_ctx).get_startup_kit_dir())
     try:
         server = str(read_json(startup / "fed_client.json")["servers"][0]["identity"])
     except (OSError, ValueError, KeyError, IndexError, TypeError):
@@ -115,12 +113,12 @@ def root_certificate_and_server(fl_ctx: FLContext) -> tuple[Certificate, str]:
     """Return (the root certificate, the server's name), from the server's kit or a simulation."""
     if is_simulated_process():
         return read_root(Path(os.environ[OUTPUT]) / IDENTITIES / "rootCA.pem"), SERVER
-    return read_root(Path(_workspace(fl_ctx).get_startup_kit_dir()) / "rootCA.pem"), fl_ctx.get_identity_name()
+    return read_root(Path(workspace(fl_ctx).get_startup_kit_dir()) / "rootCA.pem"), fl_ctx.get_identity_name()
 
 
 def server_config(fl_ctx: FLContext) -> SiteConfig:
     """Return the server's own configuration, of which the checkpoint folder and tracking are used. Raises ConfigError."""
-    path = Path(_workspace(fl_ctx).get_site_config_dir()) / "site.yaml"
+    path = Path(workspace(fl_ctx).get_site_config_dir()) / "site.yaml"
     if is_simulated_process() or not path.is_file():
         return SiteConfig(checkpoints=_simulation_settings().checkpoints, tracking=_simulation_settings().tracking)
     return load_site(path)
@@ -151,29 +149,14 @@ def watch_revocations(fl_ctx: FLContext) -> Callable[[], set[str]]:
     """Return a function that lists the names revoked at this server since this call; see revocation.py. Raises ConfigError."""
     if is_simulated_process():
         return set
-    local = Path(_workspace(fl_ctx).get_site_config_dir())
+    local = Path(workspace(fl_ctx).get_site_config_dir())
     return partial(revoked_since, local, revoked_until(local))
-
-
-def ledger_seal_store(fl_ctx: FLContext) -> Seals:
-    """Return the store of the last seals of the sites' privacy ledgers at this server. In a simulation it is not saved."""
-    return Seals(None if is_simulated_process() else state_folder(fl_ctx) / SEALS)
-
-
-def watch_arrivals(fl_ctx: FLContext, arrived: Callable[[set[str]], None]) -> Arrivals | None:
-    """Start a watcher that calls `arrived` with the sites that connect while this job runs, and return it.
-
-    Return None in a simulation, where all sites connect at the start.
-    """
-    engine = fl_ctx.get_engine()
-    real = isinstance(engine, ServerEngine) and not is_simulated_process()
-    return Arrivals(engine, fl_ctx.get_job_id(), arrived) if real else None
 
 
 def submitter(fl_ctx: FLContext) -> str:
     """Return the submitter's name, which the server has read from the submitter's certificate; "" in a simulation."""
     try:
-        path = Path(_workspace(fl_ctx).get_job_meta_path(fl_ctx.get_job_id()))
+        path = Path(workspace(fl_ctx).get_job_meta_path(fl_ctx.get_job_id()))
         return str(read_json(path).get(JobMetaKey.SUBMITTER_NAME.value, ""))
     except FileNotFoundError:
         return ""
@@ -186,7 +169,7 @@ def preset_exit_success(fl_ctx: FLContext) -> None:
     file in the run folder. This function writes success to that file; for an error that FLARE catches, FLARE overwrites it.
     """
     if not is_simulated_process():
-        folder = Path(_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id()))
+        folder = Path(workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id()))
         write_atomic(folder / FLMetaKey.PROCESS_RC_FILE, str(JobReturnCode.SUCCESS).encode())
 
 
@@ -215,13 +198,8 @@ def publish_reason(fl_ctx: FLContext, reason: str) -> None:
     write_atomic(_download_folder(fl_ctx) / "stopped.txt", reason.encode())
 
 
-def find_aborting_person(fl_ctx: FLContext) -> str:
-    """Return the name of the person who aborted this job; "" if the server's audit.log names none, as in a simulation."""
-    return aborting_person(Path(_workspace(fl_ctx).get_root_dir()), fl_ctx.get_job_id())
-
-
 def _download_folder(fl_ctx: FLContext) -> Path:
-    return Path(_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id())) / "consilium"
+    return Path(workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id())) / "consilium"
 
 
 def open_site_folder(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path:
@@ -288,7 +266,7 @@ def observer(component: FLComponent, fl_ctx: FLContext, name: str, private: bool
 
 def state_folder(fl_ctx: FLContext) -> Path:
     """Return the folder of all our files in a kit; in a simulation, its workspace."""
-    return Path(os.environ.get(OUTPUT) or Path(_workspace(fl_ctx).get_root_dir()) / STATE)
+    return Path(os.environ.get(OUTPUT) or Path(workspace(fl_ctx).get_root_dir()) / STATE)
 
 
 def _claim_and_sweep_folder(fl_ctx: FLContext, job: Job, state: Path, site: str = "") -> Path:
@@ -300,9 +278,8 @@ def _claim_and_sweep_folder(fl_ctx: FLContext, job: Job, state: Path, site: str 
     os.umask(0o077)
     if is_simulated_process():
         return state
-    make_private_folder(state_folder(fl_ctx)).chmod(
-        0o700
-    )  # also if `state` is another folder; former versions left it readable
+    # also if `state` is another folder; former versions left it readable
+    make_private_folder(state_folder(fl_ctx)).chmod(0o700)
     found = claim_run_folder(state, experiment_name(fl_ctx, job), submitter(fl_ctx), site)
     sweep(found)
     return found
@@ -311,8 +288,9 @@ def _claim_and_sweep_folder(fl_ctx: FLContext, job: Job, state: Path, site: str 
 def note_answered(fl_ctx: FLContext) -> None:
     """Note in the job's folder that the process of this job has done a task. The site's heartbeats say so."""
     with suppress(OSError):  # a full disk
-        (Path(_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id())) / ANSWERED).touch(mode=0o600)
+        (Path(workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id())) / ANSWERED).touch(mode=0o600)
 
 
-def _workspace(fl_ctx: FLContext) -> Workspace:
+def workspace(fl_ctx: FLContext) -> Workspace:
+    """Return FLARE's description of the folders of this kit or simulation."""
     return fl_ctx.get_engine().get_workspace()

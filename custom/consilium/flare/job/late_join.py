@@ -140,13 +140,10 @@ class Arrivals:
     def _watch(self) -> None:
         while not self._over.wait(EVERY):
             try:
-                self._poll_clients()
+                found: Mapping[str, Any] | None = self._engine._retrieve_clients_data(self._job_id)
+                known = self._engine.client_manager.clients
+                if found and found.keys() != known.keys():
+                    self._engine.client_manager.set_clients(dict(found))
+                    self._arrived({client.name for token, client in found.items() if token not in known})
             except Exception as error:  # such as a connection that ends with the job; the next check is soon
                 self._logger.info(f"the connected sites could not be read now ({type(error).__name__})")
-
-    def _poll_clients(self) -> None:
-        found: Mapping[str, Any] | None = self._engine._retrieve_clients_data(self._job_id)
-        known = self._engine.client_manager.clients
-        if found and found.keys() != known.keys():
-            self._engine.client_manager.set_clients(dict(found))
-            self._arrived({client.name for token, client in found.items() if token not in known})

@@ -13,15 +13,14 @@ from nvflare.job_config.defs import FilterType
 from nvflare.recipe.sim_env import SimEnv
 from nvflare.recipe.spec import ExecEnv, Recipe
 
-from consilium.config.inline_model_config import read_job_bytes
-from consilium.config.job import JobConfig, job_file
+from consilium.config.job import JobConfig, job_file, read_job_bytes
 from consilium.core.errors import ConfigError
 from consilium.core.registry import Plugins
 from consilium.core.storage import read_json, write_atomic
 from consilium.flare.job.aggregator import StrategyAggregator
 from consilium.flare.job.controller import RoundController
 from consilium.flare.job.executor import SiteExecutor
-from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter, ResultCheckFilter
+from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter
 from consilium.flare.job.job_context import load_federated_job
 from consilium.flare.job.simulation_settings import IDENTITIES
 from consilium.flare.job.wire import EVALUATE, HELLO, MASKS, MODEL, STATISTICS, TRAIN
@@ -57,7 +56,6 @@ class ConsiliumRecipe(Recipe):
         fed_job.to_server(StrategyAggregator(), id="aggregator")
         fed_job.to_server(RoundController())
         tasks = [*TASKS, *[MASKS] * (config.secure_aggregation is not None)]
-        fed_job.to_server(ResultCheckFilter(), filter_type=FilterType.TASK_RESULT, tasks=tasks)
         fed_job.to_clients(SiteExecutor(), tasks=tasks)
         fed_job.to_clients(GuardTaskFilter(), filter_type=FilterType.TASK_DATA, tasks=tasks)
         fed_job.to_clients(GuardResultFilter(), filter_type=FilterType.TASK_RESULT, tasks=tasks)

@@ -41,19 +41,18 @@ class Simulator:
     """FLARE's simulator in a child process. The child imports PyTorch and FLARE at its start, then waits for
     `run_in_child` and `run`.
 
-    `threads`: how many sites run at the same time; all by default. With fewer, FLARE starts a new process for every task, and
-    FLARE 2.9.0 sometimes misses the update of a site's second process. No command uses this. When the `with` block ends, all
-    processes of the simulation have ended.
+    All sites run at the same time, each in one process for the whole run. When the `with` block ends, all processes of the
+    simulation have ended.
     """
 
-    def __init__(self, sites: list[str], threads: int | None = None) -> None:
-        self._sites, self._threads, self._mark = sites, threads or len(sites), uuid.uuid4().hex
+    def __init__(self, sites: list[str]) -> None:
+        self._sites, self._mark = sites, uuid.uuid4().hex
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         short = None if len(os.fsencode(tempfile.gettempdir())) <= MAX_TEMPORARY else "/tmp"
         self._temporary = tempfile.TemporaryDirectory(prefix="cs-", dir=short)  # for temporary files of FLARE and Python
         environment = os.environ | {MARK: self._mark, "TMPDIR": self._temporary.name}
         # Sites that each use all cores slow one another down many times over.
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self._threads)))
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // len(sites))))
         self._pipe, theirs = multiprocessing.Pipe()
         with ignore_sigint(), theirs:
             # If this process was started with closed standard streams, the pipe may have the number of one of them.
@@ -101,7 +100,7 @@ class Simulator:
             write_settings(given, workspace, self._sites)
             allow_classes(workspace / "flare" / "workspace", *CLASSES)
             (workspace / LOG).touch()
-            run: dict[str, Any] = {"n_clients": len(self._sites), "clients": ",".join(self._sites), "threads": self._threads}
+            run: dict[str, Any] = {"n_clients": len(self._sites), "clients": ",".join(self._sites), "threads": len(self._sites)}
             run |= {"job_folder": str(job.resolve()), "workspace": str((workspace / "flare" / "workspace").resolve())}
             with self._raise_if_child_ends():
                 send_by_value(self._pipe, {"environment": {OUTPUT: str(workspace.resolve())}, "run": run})

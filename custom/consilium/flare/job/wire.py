@@ -289,10 +289,3 @@ def reason_of(shareable: Shareable) -> Reason | None:
         return Reason(shareable.get_header(REASON))
     except ValueError:
         return Reason.ERROR
-
-
-def strip_failure_reply(shareable: Shareable) -> Shareable:
-    """Return a failure reply reduced to its reason, or to its return code if it has no reason."""
-    if shareable.get_header(REASON) is None:
-        return make_reply(shareable.get_return_code())
-    return refusal(reason_of(shareable) or Reason.ERROR)

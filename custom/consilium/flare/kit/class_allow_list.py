@@ -17,7 +17,6 @@ CLASSES = {
     "server": (
         "consilium.flare.job.controller.RoundController",
         "consilium.flare.job.aggregator.StrategyAggregator",
-        "consilium.flare.job.filters.ResultCheckFilter",
     ),
     "site": (
         "consilium.flare.job.executor.SiteExecutor",

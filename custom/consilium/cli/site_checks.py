@@ -1,4 +1,4 @@
-"""The command `consilium approve`: a site's administrator reviews a job and records the approval."""
+"""The commands `consilium doctor` and `approve`, with which a site's administrator checks a kit and a job."""
 
 import sys
 import tempfile
@@ -8,14 +8,43 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from consilium.cli.options import FormatOption, emit, table_console
 from consilium.client import approval
+from consilium.client.finding import Finding
 from consilium.config.site import plugins_allowed_by_kit
-from consilium.core.errors import ConfigError, ExitCode
+from consilium.core.errors import ConfigError, ConsiliumError, ExitCode
 from consilium.core.lazy import call
 from consilium.core.registry import Plugins
 from consilium.core.sanitize import shown
+from consilium.flare.admin.session import connect
+from consilium.flare.kit.doctor import examine
+from consilium.flare.kit.kit_contents import participant_role
+
+
+def doctor(
+    kit: Annotated[Path, typer.Argument(help="the site's startup kit")] = Path(),
+    job: Annotated[
+        Path | None, typer.Option(help="a job.yaml: check that its training step fits into the site's memory")
+    ] = None,
+    format: FormatOption = "txt",
+) -> None:
+    """Check a site before it joins: versions, kit, policies, data, checkpoints, GPU, disk, clock, server.
+
+    Exit code 1 if a check fails.
+    """
+    findings = examine(kit, job)
+    if participant_role(kit) == "person" and all(f.ok for f in findings if f.check == "server"):
+        try:
+            with connect(kit):
+                findings.append(Finding("admission", "the server lets this person in"))
+        except ConsiliumError as error:
+            remedy = "ask the hub for a renewed kit if it was revoked"
+            findings.append(Finding("admission", str(error).removeprefix(f"{kit}: "), remedy))
+    emit([f.to_dict() for f in findings], (Text(f.line(), "" if f.ok else "red") for f in findings), format)
+    raise typer.Exit(0 if all(f.ok for f in findings) else 1)
+
 
 REVIEW = "consilium.flare.kit.job_review:review"
 

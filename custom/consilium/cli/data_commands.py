@@ -1,0 +1,544 @@
+"""The commands `consilium data`: check, split, stats and cache for data lists; import, partition and phantoms to make them."""
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import typer
+from rich.text import Text
+
+from consilium.cli.options import (
+    CheckpointsOption,
+    FormatOption,
+    KitPluginsOption,
+    SetOption,
+    check_finite,
+    emit,
+    load_for_data,
+    site_yaml_lines,
+)
+from consilium.config.data import DatasetConfig
+from consilium.config.site import SiteConfig, is_site_folder, load_site, read_site_folder
+from consilium.core.errors import ConfigError, DataError, raise_first
+from consilium.core.lazy import call
+from consilium.core.sanitize import LONGEST_LINE, first_names_text, rich_line, shown
+from consilium.core.storage import clean_up_on_failure
+from consilium.data import disk_cache as cache_folder
+from consilium.data.check import setting_suggestions, shared_sample_lines
+from consilium.data.check_report import FEW, NAMED, Findings
+from consilium.data.datalist import DataList, read_datalist, with_affine, with_challenge_splits, with_job_labels
+from consilium.data.folders import (
+    describe_renames,
+    has_classes,
+    import_command,
+    importable_content,
+    subfolders,
+    valid_site_names,
+)
+from consilium.data.importers.base import Options
+from consilium.data.importers.registry import IMPORTERS, import_by_label_kind
+from consilium.data.pairs import parse
+from consilium.data.partition import split_list
+from consilium.data.settings import DEFAULTS, PictureSettings
+from consilium.data.stats import site_stats
+from consilium.data.synthetic.phantoms import KINDS, make_phantoms, refuse_overwriting_real_data
+from consilium.data.text import has_texts
+from consilium.federation.simulated_sites import MOST_SITES
+from consilium.report.data_stats import tables, write_stats
+from consilium.report.page.check_page import write_report
+from consilium.report.tables import Column, Table, columns
+from consilium.tasks.registry import TASKS
+
+JOB = "consilium.federation.job"
+
+
+def data_check(
+    source: Annotated[
+        Path, typer.Argument(metavar="LIST|FOLDER", help="a data list, a site's folder, or a folder with a folder per site")
+    ],
+    job: Annotated[
+        Path | None, typer.Option(help="also check labels against this job's classes, and lengths in its tokens")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="folder for check.json and check.html, which name all bad samples")
+    ] = None,
+    override: SetOption = None,
+    dataset: Annotated[
+        str, typer.Option(help="data set, if a site has several; default: the one that the job names, or all")
+    ] = "",
+    checkpoints: CheckpointsOption = None,
+    kit: KitPluginsOption = None,
+    format: FormatOption = "txt",
+) -> None:
+    """Read every image and label, or every record of JSONL files, and name the bad ones. Exit code 1 if there are problems."""
+    config = load_for_data(job, override or [], kit)
+    lists = find_data_sets(source, dataset or (config.data.dataset if config else None), for_job=config is not None)
+    found = {name: _check_data_set(own, config, checkpoints) for name, own in lists.items()}
+    shared = shared_sample_lines(found.items()) if len(found) > 1 else {}
+    unmapped = {name: one for name, one in found.items() if lists[name].own.labels is None}
+    task, longest = (config.task, getattr(config.model, "max_length", 0)) if config else (None, 0)
+    told = setting_suggestions(unmapped, getattr(task, "classes", () if task else None), longest)
+    if report is not None:
+        write_report(report, found, shared, task)
+    every = {name: one.to_dict() for name, one in found.items()}
+    between = {kind: {"count": len(lines), "first": lines[:NAMED]} for kind, lines in shared.items()}
+    told_of = next(iter(every.values())) if len(every) == 1 else {"sites": every, "between_sites": between}
+    emit(told_of | {"proposals": told}, _check_lines(every, between, told, report), format)
+    raise typer.Exit(1 if any(one.problems for one in found.values()) else 0)
+
+
+class SiteList(NamedTuple):
+    """A data set and the settings of its site."""
+
+    own: DatasetConfig
+    site: SiteConfig = SiteConfig()
+
+
+def find_data_sets(path: Path, wanted: str | None = None, for_job: bool = False) -> dict[str, SiteList]:
+    """Return the data sets at a path by name. The path is a data list, a site's folder, or a folder with a folder per site.
+
+    `wanted`: take only the data set of this name at each site. `for_job`: take only the data set that a job with
+    `data.dataset: wanted` gets. Raises RefusedError if there is no such data set, ConfigError for a name if `path` is one list,
+    DataError for pictures without a list.
+    """
+    if not path.is_dir() and path.suffix not in (".yaml", ".yml"):
+        if wanted is not None:
+            raise ConfigError(f"{path}: is one data list, not {wanted!r} of several; give the site.yaml that names them")
+        if path.suffix.lower() == ".csv":
+            raise DataError(f"{path}: is a table; `consilium data import csv {shlex.quote(str(path))} DEST` makes lists of it")
+        beside = path.parent / "site.yaml"
+        site = load_site(beside) if beside.is_file() else SiteConfig()
+        return {path.stem: SiteList(site.dataset_of_list(path), site)}
+    if not path.is_dir():
+        return _site_data_sets(path.parent.name, path, wanted, for_job)
+    if not (path / "site.yaml").is_file() and has_classes(path) and not _has_site_files(path):
+        below = [one for one in subfolders(path) if _has_site_files(one)]
+    else:
+        below = [] if is_site_folder(path) else _site_folders(path)
+    if below:
+        return {name: found for one in below for name, found in _site_data_sets(one.name, one, wanted, for_job).items()}
+    return _site_data_sets(path.resolve().name, path, wanted, for_job)
+
+
+def _site_folders(path: Path) -> list[Path]:
+    """Return the folders of sites in a folder, or one level below, where some imports make them. Raises DataError."""
+    below = subfolders(path)
+    found = [one for one in below if is_site_folder(one)]
+    for one in below:
+        if one not in found and (what := importable_content(one)):
+            raise DataError(f"{path}: {one.name} holds {what}, and no data list; {import_command(path)} makes the lists")
+    return found or [site for one in below for site in subfolders(one) if _has_site_files(site)]
+
+
+def _has_site_files(folder: Path) -> bool:
+    """Tell whether a folder has a site.yaml, a datalist.json or text files."""
+    return any((folder / name).is_file() for name in ("site.yaml", "datalist.json")) or has_texts(folder)
+
+
+def _site_data_sets(name: str, path: Path, wanted: str | None, choose: bool) -> dict[str, SiteList]:
+    """Return a site's data sets by name. A folder without a list is one data set, whose check says what is missing."""
+    site = read_site_folder(path) if path.is_dir() else load_site(path)
+    if site is None:
+        return {name: SiteList(DatasetConfig(datalist=path))}
+    if site.datasets and wanted is None and not choose:
+        return {f"{name}/{key}": SiteList(one, site) for key, one in site.named_datasets().items()}
+    _, own = site.dataset(wanted, name)
+    if own is None:
+        raise DataError(f"{path}: its site.yaml names no data list; set `datalist:` there, or give the list itself")
+    return {name: SiteList(own, site)}
+
+
+def _check_data_set(one: SiteList, config: Any, checkpoints: Path | None) -> Findings:
+    """Check a data set as the job's task does. Without a job, check it as texts or as segmentation, depending on its files."""
+    own, site = one
+    path = own.datalist
+    texts = has_texts(path) or path.suffix == ".jsonl"
+    kind = TASKS[config.task.name if config else "language" if texts else "segmentation"]
+    if kind.check is None:
+        found = Findings.of(path, kind.read(path))
+        found.warnings["only the list was read: the job's task has no check of its samples"] = [path.name]
+        return found
+    if config is None:
+        if texts:
+            return kind.check(path)
+        return kind.check(path, prepare_list=lambda data: with_affine(with_challenge_splits(data), own.nifti_affine))
+    whose = site if site.checkpoints else SiteConfig(checkpoints=checkpoints)
+    if whose.checkpoints:
+        call(f"{JOB}:checkpoint_of", config.model, whose)  # raises CheckpointError for an adapter or GGUF
+    tokenizer = call(f"{JOB}:tokenizer_of", config, whose)
+    classes = getattr(config.task, "classes", None)
+
+    def prepare_for_job(data: DataList) -> DataList:
+        data = with_affine(with_challenge_splits(data, as_listed=config.dpsgd is not None), own.nifti_affine)
+        return with_job_labels(data, own.labels, own.annotated, classes)
+
+    more: dict[str, Any] = (
+        {"prepare_list": prepare_for_job} if isinstance(config.task, PictureSettings) or own.labels or own.annotated else {}
+    )
+    room = getattr(config.model, "max_length", 0) or config.model.image_side
+    return kind.check(path, config.task, tokenizer, room, **more)
+
+
+def _check_lines(
+    found: dict[str, dict[str, Any]], shared: dict[str, dict[str, Any]], told: list[str], folder: Path | None
+) -> Iterator[Text]:
+    """Yield the findings of each data set, and those `shared` between data sets, as lines. `folder`: of the reports."""
+    for name, report in found.items():
+        if len(found) > 1:
+            yield rich_line(name, "bold")
+        values, by_class = report["images_with_label_value"], report["images_of_class"]
+        parts = [(f"{report['path']}: ", report["samples"], "{1} {0}")]
+        if sum(report["planes"].values()) > sum(report["samples"].values()):
+            parts.append(("planes: ", report["planes"], "{1} {0}"))
+        parts += [("sizes: ", report["sizes"], "{0} ({1})"), ("images with label value: ", values, "{0} ({1})")]
+        parts += [(f"class {shown(name)}: ", by_split, "{1} {0}") for name, by_split in by_class.items()]
+        for heading, counts, form in parts:
+            if counts:
+                text = ", ".join(form.format(key, count) for key, count in counts.items())
+                yield rich_line(heading + text, limit=LONGEST_LINE)
+        for key, style in (("problems", "red"), ("warnings", "yellow")):
+            yield from _lines_of_kinds(report[key], style)
+        yield from (rich_line(sentence, limit=LONGEST_LINE) for sentence in report["verdict"])
+    yield from _lines_of_kinds(shared, "yellow")
+    yield from (rich_line(sentence, limit=LONGEST_LINE) for sentence in told)
+    if folder is not None:
+        yield rich_line(f"{folder}: check.html and check.json; they name files and show patients, keep them at the site")
+
+
+def _lines_of_kinds(kinds: dict[str, dict[str, Any]], style: str) -> Iterator[Text]:
+    for what, found in kinds.items():
+        yield rich_line(f"{found['count']} x {what}", style)
+        yield from (rich_line(f"    {name}", limit=LONGEST_LINE) for name in found["first"])
+        if (more := found["count"] - len(found["first"])) > 0:
+            yield rich_line(f"    and {more} more; --report FOLDER names all")
+
+
+# split -----------------------------------------------------------------------------------------------------------------
+
+
+def data_split(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="LIST|FOLDER", help="a data list, a site's folder, a folder per class, or a folder of sites"),
+    ],
+    dest: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DEST",
+            help="folder for datalist.json, or fold-1 and so on, and split.json; a folder per site for several sites",
+        ),
+    ],
+    validation: Annotated[
+        float,
+        typer.Option(
+            min=0, max=0.9, help="share of all samples; with --folds or --keep-test, of the samples outside the test split"
+        ),
+    ] = 0.1,
+    test: Annotated[float, typer.Option(min=0, max=0.9, help="share of all samples")] = 0.2,
+    folds: Annotated[
+        int, typer.Option(min=0, help="make this many lists, in each of which another part is the test split")
+    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="seed of the random splits")] = 0,
+    keep_test: Annotated[bool, typer.Option("--keep-test", help="keep the list's own test split")] = False,
+    format: FormatOption = "txt",
+) -> None:
+    """Split a data list anew, with similar labels in each split. Pictures stay where they are.
+
+    All samples of a patient, a study and a volume are in the same split.
+    """
+    check_finite(validation=validation, test=test)
+    if folds == 1 or (folds and keep_test):
+        raise ConfigError("--folds: take 2 or more, and without --keep-test")
+    lists = find_data_sets(source)
+    names = valid_site_names(lists, source) if len(lists) > 1 else {}
+    with clean_up_on_failure(dest):
+        found = {
+            name: split_list(one.own.datalist, dest / names.get(name, ""), validation, test, seed, keep_test, folds)
+            for name, one in lists.items()
+        }
+
+    def lines() -> Iterator[Table | str]:
+        for name, summary in found.items():
+            rows, place = [], dest / names.get(name, "")
+            for split, counts in summary["splits"].items():
+                labels = ", ".join(f"{label}: {n}" for label, n in counts["labels"].items())
+                rows.append([split, labels, str(counts["samples"]), str(counts["groups"])])
+            headings = ("split", "samples by label", "samples", "groups")
+            heads = [Column(one, right=one in ("samples", "groups")) for one in headings]
+            yield Table(f"{summary['groups']} groups", heads, rows, whole=True)
+            yield from (f"note: {note}" for note in summary["notes"])
+            if folds:
+                yield f"{place}: fold-1 to fold-{folds}, each with its datalist.json, and split.json"
+            else:
+                yield f"{place}: datalist.json and split.json"
+                yield from site_yaml_lines([place / "datalist.json"])
+        yield from (f"note: {shown(note)}" for note in describe_renames(names))
+        for name, one in lists.items():
+            if one.site != SiteConfig(datalist=one.own.datalist):
+                yield f"note: {shown(name)}: its site.yaml is not copied; put it beside the new list, with `datalist:` of that"
+
+    emit({names[name]: one for name, one in found.items()} if names else next(iter(found.values())), lines(), format)
+
+
+# stats -----------------------------------------------------------------------------------------------------------------
+
+
+def data_stats(
+    source: Annotated[
+        Path, typer.Argument(metavar="LIST|FOLDER", help="a data list, a site's folder, or a folder with a folder per site")
+    ],
+    job: Annotated[Path | None, typer.Option(help="read samples as this job does, and count its classes")] = None,
+    report: Annotated[Path | None, typer.Option(metavar="FOLDER", help="folder for stats.json and stats.png")] = None,
+    override: SetOption = None,
+    kit: KitPluginsOption = None,
+    format: FormatOption = "txt",
+) -> None:
+    """Compare the pictures of sites: counts, sizes, spacing, intensities, classes."""
+    config = load_for_data(job, override or [], kit)
+    task, as_listed = (config.task, config.dpsgd is not None) if config else (None, False)
+    if task is not None and not isinstance(task, PictureSettings):
+        raise ConfigError(f"--job: {job}: its task has no pictures; data check counts texts")
+    classes = getattr(task, "classes", None)
+    masks = None if classes is None else not isinstance(classes, dict)
+    lists = {
+        name: with_affine(with_challenge_splits(read_datalist(one.own.datalist, masks), as_listed), one.own.nifti_affine)
+        for name, one in find_data_sets(source).items()
+    }
+    settings = task if isinstance(task, PictureSettings) else DEFAULTS
+    stats = {name: site_stats(data, classes, settings) for name, data in lists.items()}
+    if report is not None:
+        write_stats(report, stats, lists, settings)
+    written = [f"{report}: stats.json and stats.png, which shows patients: keep them at the site"] if report is not None else []
+    emit(stats, [*tables(stats), *written], format)
+
+
+# cache -----------------------------------------------------------------------------------------------------------------
+
+
+def data_cache(
+    folder: Annotated[
+        Path, typer.Argument(help="the folder that `cache: {folder:}` in site.yaml names, or else the site's state folder")
+    ],
+    clear: Annotated[bool, typer.Option("--clear", help="delete the cache; the next job makes it again")] = False,
+    format: FormatOption = "txt",
+) -> None:
+    """Show the number and size of the entries in a site's cache on disk: decoded samples, and checks that were passed."""
+    found = cache_folder.find_cache(folder)
+    entries, size = cache_folder.cache_count_and_bytes(found)
+    if clear:
+        cache_folder.clear_cache(found)
+    text = f"{found}: entries: {entries:,}, bytes: {size:,}{', removed' if clear else ''}"
+    emit({"folder": str(found), "entries": entries, "bytes": size, "cleared": clear}, text, format)
+
+
+PARTITION = "consilium.data.partition"
+"""Draws a picture, so it loads matplotlib."""
+CLUSTERS = "consilium.models.causal_lm.text_embeddings:text_clusters"
+
+
+def data_import(
+    name: Annotated[str, typer.Argument(help="name of a data set; --list shows all names")] = "",
+    source: Annotated[Path | None, typer.Argument(help="folder with the unpacked data set; csv: the file")] = None,
+    dest: Annotated[Path | None, typer.Argument(metavar="DEST", help="folder for a folder per site and import.json")] = None,
+    validation: Annotated[float, typer.Option(help="share of patients, if the data set has no validation split")] = 0.1,
+    test: Annotated[float, typer.Option(help="share of patients, if the data set has no test split")] = 0.2,
+    seed: Annotated[int, typer.Option(min=0, help="seed of the random splits")] = 0,
+    sites: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=MOST_SITES,
+            help="pool all patients and distribute them over this many sites; 0: the data set's own sites",
+        ),
+    ] = 0,
+    minimum: Annotated[int, typer.Option(min=1, help="leave out sites with fewer samples")] = 1,
+    types: Annotated[
+        bool, typer.Option("--types", help="label the classes of cells instead of nuclei (pannuke, monusac)")
+    ] = False,
+    resplit: Annotated[
+        bool, typer.Option("--resplit", help="pool the data set's own splits and split anew by patient")
+    ] = False,
+    size: Annotated[
+        str, typer.Option(help="which of several files to import (winogrande: xl, l, m, s, xs, debiased; careqa: en, es)")
+    ] = "",
+    only: Annotated[list[str] | None, typer.Option(metavar="SITE", help="import only this site; may be repeated")] = None,
+    rename: Annotated[list[str] | None, typer.Option(metavar="OLD=NEW", help="rename a site; may be repeated")] = None,
+    column: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD=NAME", help="csv: heading of the column for image, label, site, patient or split; may be repeated"
+        ),
+    ] = None,
+    mask_pattern: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[IMAGE=]MASK",
+            help="own: how a mask's name follows from its image's, as '{}_mask' or '{}_0000={}'; may be repeated",
+        ),
+    ] = None,
+    exact_values: Annotated[
+        bool,
+        typer.Option(
+            "--exact-values", help="own, csv: take each value of a mask as a label, also values on edges only and more than 32"
+        ),
+    ] = False,
+    patient_folders: Annotated[
+        bool | None,
+        typer.Option(
+            "--patient-folders/--no-patient-folders", help="own: folders are patients, or sites; default: decide by their names"
+        ),
+    ] = None,
+    add: Annotated[bool, typer.Option("--add", help="add the sites to those that DEST has from other imports")] = False,
+    show: Annotated[bool, typer.Option("--list", help="show all data sets, and the folders that each expects")] = False,
+    format: FormatOption = "txt",
+) -> None:
+    """Write a data list per site for a published data set or your own files. Pictures stay where they are.
+
+    All samples of a patient are in the same split.
+    """
+    check_finite(validation=validation, test=test)
+    if show or not name:
+        layouts = {key: one.layout for key, one in IMPORTERS.items()}
+        emit(layouts, (f"{key}: {layout}" for key, layout in layouts.items()), format)
+    elif source is None or dest is None:
+        raise ConfigError(f"SOURCE and DEST: missing; write consilium data import {name} SOURCE DEST")
+    else:
+        given = [("--rename", "OLD=NEW", one) for one in rename or []] + [
+            ("--column", "FIELD=NAME", one) for one in column or []
+        ]
+        raise_first({f"{option}: {one!r}: expected {form}": not all(one.partition("=")) for option, form, one in given})
+        names, fields = (dict(one.split("=", 1) for one in pairs or []) for pairs in (rename, column))
+        how = (fields, tuple(map(parse, mask_pattern or ())), exact_values, patient_folders)
+        options = Options(validation, test, seed, sites, minimum, types, resplit, size, tuple(only or ()), names, *how)
+        found = import_by_label_kind(name, source, dest, options, add)
+        emit(found[dest] if dest in found else {str(place): one for place, one in found.items()}, _import_lines(found), format)
+
+
+def _import_lines(found: Mapping[Path, Mapping[str, Any]]) -> Iterator[Table | str]:
+    """Yield, per folder of lists, a table with the samples of each site, notes, and the classes."""
+    for dest, summary in found.items():
+        rows = [[site, *map(str, counts.values())] for site, counts in summary["sites"].items()]
+        yield Table(f"{summary['name']}: samples per site", columns("site", "training", "validation", "test"), rows)
+        yield from (f"note: {shown(note, 1000)}" for note in summary["notes"])
+        small = [
+            f"{shown(site)} {split} {count}"
+            for site, counts in summary["sites"].items()
+            for split, count in counts.items()
+            if split != "training" and 0 < count < FEW
+        ]
+        if small:
+            yield f"note: small splits, whose scores will say little: {first_names_text(small, 8)}"
+        if summary["classes"] is not None:
+            yield f"task.classes: {json.dumps(summary['classes'])}"
+        files = "JSONL files" if any(dest.glob("*/*.jsonl")) else "datalist.json"
+        yield f"{dest}: a folder with {files} per site, and import.json"
+        yield from site_yaml_lines([_list_of(dest / site) for site in summary["sites"]])
+
+
+def _list_of(folder: Path) -> Path:
+    """Return the data list in a site's folder: its datalist.json, or the folder itself if it holds JSONL files."""
+    return folder / "datalist.json" if (folder / "datalist.json").is_file() else folder
+
+
+# partition -------------------------------------------------------------------------------------------------------------
+
+
+def data_partition(
+    source: Annotated[
+        Path, typer.Argument(help="a folder with a folder per class (also in train/ and test/), a datalist.json, or JSONL")
+    ],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DEST", help="folder for a folder per site, partition.json and partition.png")
+    ],
+    sites: Annotated[int, typer.Option(min=1, max=MOST_SITES)] = 12,
+    beta: Annotated[
+        float, typer.Option(min=0.001, max=1e6, help="Dirichlet concentration: 0.1 very uneven, 100 nearly even")
+    ] = 0.1,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    minimum: Annotated[int, typer.Option(min=1, help="fewest training samples of a site")] = 8,
+    iid: Annotated[bool, typer.Option("--iid", help="give all sites equal shares; ignores --beta")] = False,
+    by: Annotated[
+        str, typer.Option(metavar="KEY", help="texts: key of the records whose values are unevenly distributed over sites")
+    ] = "",
+    clusters: Annotated[
+        int, typer.Option(min=0, max=1000, help="texts: distribute this many K-means clusters of the instructions unevenly")
+    ] = 0,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="texts: folder of a transformers language model for --clusters; default: the tiny model"),
+    ] = None,
+    local: Annotated[bool, typer.Option("--local", help="texts: split each site's own texts 0.8 / 0.1 / 0.1")] = False,
+    no_test: Annotated[
+        bool, typer.Option("--no-test", help="pictures: make no test split, for runs that choose settings")
+    ] = False,
+    format: FormatOption = "txt",
+) -> None:
+    """Distribute a classification data set, or texts, unevenly over sites, with one test split for all (except --local)."""
+    check_finite(beta=beta)
+    shares = None if iid else beta
+    with clean_up_on_failure(folder):
+        if has_texts(source) or source.suffix == ".jsonl":
+            problems: dict[str, object] = {
+                "--no-test: is for pictures; with --local every site tests on its own texts": no_test,
+                "--clusters: take 2 or more, and without --by": clusters == 1 or (clusters and by),
+            }
+            raise_first(problems)
+            kinds = partial(call, CLUSTERS, clusters, model, seed) if clusters else None
+            found = call(f"{PARTITION}:partition_texts", source, folder, sites, shares, seed, minimum, by, kinds, local)
+        else:
+            problems = {
+                f"--by {by}: is for texts; pictures are uneven by their class; leave it out": by,
+                f"--clusters {clusters}: is for texts; pictures are uneven by their class; leave it out": clusters,
+                "--local: is for texts; cut a site's pictures by patient with consilium data split": local,
+            }
+            raise_first(problems)
+            found = call(f"{PARTITION}:partition", source, folder, sites, shares, seed, minimum, not no_test)
+    lines = []
+    for site, counts in found["training"].items():
+        parts = ", ".join(f"{n} {shown(name)}" for name, n in counts.items() if n)
+        lines.append(f"{site}: {sum(counts.values())} training samples: {parts}")
+    lines += [f"note: {note}" for note in found.get("notes", [])]
+    lines.append(f"{folder}: a data list or JSONL files per site, partition.json and partition.png")
+    emit(found, [*lines, *site_yaml_lines([_list_of(folder / site) for site in found["training"]])], format)
+
+
+# phantoms --------------------------------------------------------------------------------------------------------------
+
+
+def data_phantoms(
+    folder: Annotated[Path, typer.Argument(help="folder for a folder per site")],
+    kind: Annotated[
+        str, typer.Option(help="kind of data: fundus, nuclei, organ (volumes with a lesion), cells, sentences or codes")
+    ] = "fundus",
+    sites: Annotated[int, typer.Option(min=1, max=MOST_SITES)] = 3,
+    files: Annotated[
+        Literal["nifti", "dicom", "png"] | None,
+        typer.Option(help="file format of volumes; png: a file per slice"),
+    ] = None,
+    training: Annotated[int, typer.Option(min=1, max=100_000)] = 24,
+    validation: Annotated[int, typer.Option(min=0, max=100_000)] = 8,
+    test: Annotated[int, typer.Option(min=0, max=100_000)] = 16,
+    size: Annotated[int, typer.Option(min=16, max=4096, help="side of a picture in pixels")] = 128,
+    appearance: Annotated[
+        float, typer.Option(min=0, max=1, help="how much the pictures' appearance differs between sites")
+    ] = 0.7,
+    annotation: Annotated[float, typer.Option(min=0, max=1, help="how much the annotation differs between sites")] = 0.7,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    format: FormatOption = "txt",
+) -> None:
+    """Generate data of sites that differ in appearance and annotation, for `consilium simulate --data FOLDER`."""
+    check_finite(appearance=appearance, annotation=annotation)
+    problems = {
+        f"--kind: {kind!r} is not one of {', '.join(KINDS)}": kind not in KINDS,
+        "--files: only volumes are written in several ways; add --kind organ": files and kind != "organ",
+    }
+    raise_first(problems)
+    names = [f"site-{i}" for i in range(1, sites + 1)]
+    for name in names:
+        refuse_overwriting_real_data(folder / name)
+    how = (seed, training, validation, test, size, appearance, annotation, files or "nifti")
+    lists = [make_phantoms(folder / name, kind, name, *how) for name in names]
+    emit([str(one) for one in lists], [*map(str, lists), *site_yaml_lines(lists)], format)

@@ -1,0 +1,420 @@
+"""Commands on a site's records: `privacy ledger`, `sums`, `accept`, `audit`, `evidence` and `forget`."""
+
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Iterator
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import typer
+from rich.text import Text
+
+from consilium.cli.options import FormatOption, emit
+from consilium.config.site import SiteConfig, load_site
+from consilium.core.errors import ConfigError, ConsiliumError, raise_first
+from consilium.core.sanitize import markdown_cell, rich_line, shown
+from consilium.core.schema import SHA256
+from consilium.federation import delete_run
+from consilium.federation.run_folders import RUNS, STATE, check_run_name
+from consilium.flare.admin.session import stored_jobs
+from consilium.flare.kit.evidence_archive import ACCEPTED, LEDGER, copy_ledger, pack, verify as verify_archive, verify_chains
+from consilium.flare.kit.kit_contents import kit_name, kit_role
+from consilium.flare.kit.root_ca import root_fingerprint
+from consilium.privacy.accounting import VOID
+from consilium.privacy.audit_log import FILE, is_void, read_with_epsilon
+from consilium.privacy.ledger import Ledger, accept as go_on, check, read_accepted_seals, summary
+from consilium.privacy.secagg import sum_ledger
+from consilium.privacy.secagg.sum_ledger import FILE as SUMS
+from consilium.report.audit_tables import message_and_tensor_tables
+from consilium.report.run_files import versions
+from consilium.report.tables import markdown_text as markdown_of, only_true
+
+
+class SiteRecords(NamedTuple):
+    """A site's settings, its folder of records, and the file of its ledger."""
+
+    site: SiteConfig
+    root: Path
+    ledger: Path
+
+
+def is_site(where: Path) -> bool:
+    """Tell whether a path is a site.yaml or a startup kit that has one."""
+    return where.suffix in (".yaml", ".yml") or (where / "local" / "site.yaml").is_file()
+
+
+def find_site_records(where: Path) -> SiteRecords:
+    """Return the records of the site whose site.yaml or startup kit is `where`. Raises ConfigError."""
+    settings = where / "local" / "site.yaml" if where.is_dir() else where
+    site = load_site(settings)
+    root = site.state or settings.parent.parent / STATE  # in the kit, beside FLARE's folders of jobs
+    return SiteRecords(site, root, site.privacy.ledger_in(root))
+
+
+def ledger(
+    where: Annotated[
+        Path, typer.Argument(help="a ledger.sqlite, a site.yaml, a startup kit, or a folder to search for ledgers")
+    ],
+    delta: Annotated[list[float] | None, typer.Option(help="show epsilon at this delta; may be repeated")] = None,
+    rows: Annotated[bool, typer.Option("--rows", help="also list all releases, oldest first")] = False,
+    seal: Annotated[str, typer.Option(help="check that the ledger still has this seal, which a job's results name")] = "",
+    format: FormatOption = "txt",
+) -> None:
+    """Show the epsilon that each data set has spent in all jobs, per record and for the whole site, and its budgets."""
+    budgets: dict[str, Any] = {}
+    if is_site(where):
+        site, _, path = find_site_records(where)
+        paths, budgets = [path] if path.is_file() else [], {str(unit): one for unit, one in site.privacy.budgets.items()}
+    else:
+        paths = sorted(where.rglob("ledger.sqlite")) if where.is_dir() else [where]
+        if not paths or not all(p.is_file() for p in paths):
+            raise ConfigError(f"{where}: no ledger there; give a ledger.sqlite, a site.yaml or a run's folder")
+    if seal and not any(seal in Ledger(path).seals() for path in paths):
+        raise ConsiliumError(f"--seal: {seal}: no row of the ledger has it: rows are gone or altered, or it is another site's")
+    deltas = tuple(sorted({*(delta or (1e-5,)), *(b.delta for b in budgets.values())}, reverse=True))
+    limits = {unit: {"epsilon": b.epsilon, "delta": b.delta} for unit, b in budgets.items()}
+    found = [{"ledger": str(p), **one, "budgets": limits} for p in paths for one in summary(Ledger(p), deltas)]
+    for one in found:  # JSON has no infinity
+        one["epsilon"] = {
+            unit: {delta: None if math.isinf(epsilon) else epsilon for delta, epsilon in spent.items()}
+            for unit, spent in one["epsilon"].items()
+        }
+    every = [
+        {"ledger": str(p), "time": _stamp(when), "void": entry.is_void} | vars(entry)
+        for p in paths
+        if rows
+        for when, entry in Ledger(p).rows()
+    ]
+    emit({"data_sets": found, **({"rows": every} if rows else {})}, _lines(found, every), format)
+    if is_site(where):  # jobs are refused if the records of what left name rows that the ledger lacks
+        records = find_site_records(where)
+        check(records.root, Ledger(records.ledger))
+
+
+def sums(
+    where: Annotated[Path, typer.Argument(help="the site's site.yaml or startup kit")],
+    allow: Annotated[str, typer.Option(help="allow sums over these hospitals; all their names, separated by commas")] = "",
+    reason: Annotated[str, typer.Option(help="with --allow: the reason, for the record")] = "",
+    format: FormatOption = "txt",
+) -> None:
+    """Show with which hospitals this site's updates were summed, masked and without noise. Or allow another set of hospitals.
+
+    A server that has sums over two different sets of hospitals can subtract one from the other. So a sum over a new set is
+    refused. If you allow it, the server may in the worst case learn the update of each hospital that is in only one of the
+    sets.
+    """
+    root = find_site_records(where).root
+    if allow:
+        if not reason.strip():
+            raise ConfigError("--reason: empty; say why this sum may show what it shows")
+        sum_ledger.allow(root, [name.strip() for name in allow.split(",")], reason)
+    sum_ledger.check_and_count_lines(root)
+    found = sum_ledger.read(root / sum_ledger.FILE)
+    lines = []
+    for one in found:
+        if "sites" not in one:
+            text = f"{len(one['lost'])} lines were lost"
+        elif "reason" in one:
+            text = f"{', '.join(one['sites'])}; by {one['by']}: {one['reason']}"
+        else:
+            text = f"{', '.join(one['sites'])}; data {', '.join(one['data'])}; {one['job']} {one['run']}"
+        lines.append(rich_line(f"{_stamp(one['time'])}  {one['kind']}: {text}", limit=2000))
+    emit(found, lines or ["no sum under masks and without noise has been joined here"], format)
+
+
+def accept(
+    where: Annotated[Path, typer.Argument(help="the site's site.yaml or startup kit")],
+    reason: Annotated[str, typer.Option(help="what happened to the ledger, for the record")],
+    seal: Annotated[
+        list[str] | None, typer.Option(help="a seal that the server has and the ledger lacks; may be repeated")
+    ] = None,
+    format: FormatOption = "txt",
+) -> None:
+    """Accept a privacy ledger, or the ledger of sums without noise (sums.jsonl), as it is now.
+
+    Use it after lines were lost or altered. The reason, the user and the lost seals are recorded. The hospitals in lost
+    lines of sums are restored from the records of what left.
+    """
+    problems = {"--reason: empty; say what happened to the ledger": not reason.strip()} | {
+        f"--seal: {one[:80]!r}: no seal; give the 64 hex digits of the site's log": not re.fullmatch(SHA256, one)
+        for one in seal or ()
+    }
+    raise_first(problems)
+    _, root, path = find_site_records(where)
+    said = go_on(root, Ledger(path), reason, seal or ())
+    kept, aside = (f"; as it was: {said[key]}" if said[key] else "" for key in ("kept", "sums_set_aside"))
+    lines = [f"{path}: accepted with {said['rows']} rows, {len(said['lost'])} lost seals on record{kept}"]
+    if said["lost_sums"] or aside:
+        lines.append(f"{root / SUMS}: accepted, {len(said['lost_sums'])} lost lines on record{aside}")
+    emit(said, lines, format)
+
+
+def _stamp(when: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
+
+
+def _lines(found: list[dict[str, Any]], rows: list[dict[str, Any]]) -> Iterator[Text | str]:
+    """Yield lines on what each data set has spent, and on the releases in `rows`."""
+    for one in found:
+        yield rich_line(
+            f"{one['dataset']}: {one['releases']} releases of {', '.join(one['jobs'])}; {one['ledger']}", limit=1000
+        )
+        for unit, by_delta in one["epsilon"].items():
+            if None in by_delta.values():
+                spent = "no bound: a job of a finer unit, or without noise, ran on these data"
+            else:
+                spent = ", ".join(f"epsilon {value:.4g} at delta {d}" for d, value in by_delta.items())
+            limit = one["budgets"].get(unit)
+            yield f"    one {unit}: {spent}" + (f"; budget {limit['epsilon']:g} at delta {limit['delta']:g}" if limit else "")
+        yield rich_line(f"    {'/'.join(one['units'])} level, {one['adjacency']}, trust {'/'.join(one['trust'])}")
+        if not one["private"]:
+            yield Text("    NOT PRIVATE: noise came from a seed (noise_seed in site.yaml)", "yellow")
+        if one["void"]:
+            yield Text(f"    {one['void']} rows are {VOID}. They still count", "red")
+    for row in rows:
+        what = f"{row['job']} {row['run']} round {row['round']} phase {row['phase']}"
+        noise = f"noise multiplier {row['noise_multiplier']:.4g}, rate {row['sample_rate']:g}, x {row['count']}"
+        void = " (void)" if row["void"] else ""
+        yield rich_line(f"{row['time']}  {row['dataset']} ({row['unit']})  {what}: {noise}{void}", limit=1000)
+    if not found:
+        yield "nothing was released yet"
+
+
+# audit -----------------------------------------------------------------------------------------------------------------
+# The command `consilium audit`: all messages that left a site, run by run.
+
+
+def audit(
+    where: Annotated[Path, typer.Argument(help="a site.yaml, a startup kit, a run's folder, or an audit.jsonl")],
+    format: Annotated[
+        Literal["md", "json"], typer.Option("--format", help="md: Markdown for people; json: for programs")
+    ] = "md",
+) -> None:
+    """Show all messages that left this site: tensors, bytes, norms, noise, epsilon. Exit code 1 if a record was altered."""
+    folder = find_site_records(where).root if is_site(where) else where
+    records = (path for path in folder.rglob(FILE) if path.is_file())
+    paths = sorted(records, key=lambda p: p.stat().st_mtime) if folder.is_dir() else [folder]
+    if not paths or not all(path.is_file() for path in paths):
+        raise ConfigError(f"{where}: no {FILE} there; give the site's site.yaml, its startup kit or a run's folder")
+    found, pages = list[dict[str, Any]](), list[str]()
+    for path in paths:
+        try:
+            found.append(read_with_epsilon(path))
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise ConfigError(f"{path}: cannot be read as a record ({why}); give an audit.jsonl") from None
+        if format == "md":
+            try:
+                pages.append(markdown(found[-1]))
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+                raise ConfigError(
+                    f"{found[-1]['file']}: a message in it has not the form that a guard writes ({type(error).__name__}), so "
+                    "it was altered; look at it with --format json, and compare it with a copy"
+                ) from None
+    print(json.dumps(found, indent=1) if format == "json" else "\n\n".join(pages))
+    raise typer.Exit(1 if any(one["broken_line"] for one in found) else 0)
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """Return one run's record as a Markdown page."""
+    messages = found["messages"]
+    first = messages[0] if messages else {}
+    site = first.get("site", "this site")
+    # as code, in which nothing needs an escape, so that it can be copied
+    path = f"`{shown(found['file'])}`" if "`" not in found["file"] else markdown_cell(found["file"])
+    damage = f"**altered: line {found['broken_line']} does not follow the one before it**"
+    chain = damage if found["broken_line"] else "every line follows"
+    lines = [
+        "# What left " + markdown_cell(f"{site}: {first.get('experiment') or first.get('job')}, run {first.get('run')}"),
+        "",
+        f"- record: {path} ({len(messages)} messages; {chain})",
+        f"- seal: {found['seal']}",
+        *_privacy_lines(messages),
+    ]
+    tables = [one for one in message_and_tensor_tables(found, "", strict=True) if one is not None]
+    return "\n".join([*lines, "", markdown_of(tables)])
+
+
+def _privacy_lines(messages: list[dict[str, Any]]) -> list[str]:
+    """Return the lines on the privacy guarantee, or on its absence."""
+    private = [m["privacy"] for m in messages if "privacy" in m]
+    if not private:
+        left = [m for m in messages if m.get("tensors")]
+        if not left:
+            return ["- privacy: no update and no model left"]
+        if not all("masked" in message for message in left):
+            return ["- privacy: none; updates left as trained"]
+        sets = sorted({tuple(sites) for message in left if (sites := message["masked"].get("sites"))})
+        named = "; summed with: " + " | ".join(markdown_cell(", ".join(one)) for one in sets) if sets else ""
+        why = "which hide within this run; over many runs only noise protects"
+        return [f"- privacy: no noise; updates left under masks, {why}{named}"]
+    last = private[-1]
+    named = f"{markdown_cell(last['unit'])} level, {markdown_cell(last['adjacency'])}, trust {markdown_cell(last['trust'])}"
+    noise = f"clip {last['clip']:g}, noise multiplier {last['noise_multiplier']:.4g}"
+    seeded, void = sum(bool(one.get("seeded")) for one in private), sum(map(is_void, private))
+    lines = {
+        f"- privacy: epsilon {last['epsilon']:.4g} at delta {last['delta']:g} so far in this run ({named}; {noise})": True,
+        f"- **NOT PRIVATE: the noise of {seeded} messages came from a seed (noise_seed in site.yaml)**": seeded,
+        f"- **{void} messages are {VOID}**": void,
+    }
+    return only_true(lines)
+
+
+# evidence --------------------------------------------------------------------------------------------------------------
+# The commands `consilium evidence`, for signed archives of runs, and `forget`, which deletes runs.
+
+POLICIES = ("site.yaml", "privacy.json", "authorization.json", "resources.json", "approved.json")
+CLAIMS = """# Evidence of {site} on run {experiment}
+
+For the ethics board and the data protection officer. `what-left.md` is the record in words; `audit-1.jsonl` is the record
+itself, in which each line holds the hash of the one before it. `ledger.sqlite` is the site's privacy ledger, of all its jobs,
+because they share one budget. `policy-*` is what the site allows, `job.yaml` the job as it ran where FLARE still has it,
+`packages.txt` all that was installed when this was made. `accepted.json`, where there is one, names lost rows that the
+administrator has put on record.
+
+{warnings}What is claimed: no message of this run left the site beside those in the record, as far as the guard of this package
+sent it; the record and the ledger are as they were written ({intact}); privacy is as `what-left.md` says, no more.
+
+What is not: that shared numbers reveal nothing without differential privacy; that others deleted what they received; anything
+about software that does not belong to this package. Who holds the kit's key could have written another record from its
+beginning: compare its seal with the results at the server.
+"""
+
+
+def evidence(
+    experiment: Annotated[str, typer.Argument(help="the run's name, or the archive for --verify")],
+    kit: Annotated[
+        Path | None, typer.Option("--kit", help="the site's startup kit; for --verify, any kit of the project")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="archive to write; default: EXPERIMENT.evidence.zip")
+    ] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="check an archive; exit code 1 if it was altered")] = False,
+    fingerprint: Annotated[str, typer.Option(help="for --verify without a kit: SHA-256 of the root's certificate")] = "",
+    format: FormatOption = "txt",
+) -> None:
+    """Make a signed archive of a run at this site: policies, job, record of what left, ledger, versions. Or check one."""
+    if verify and (kit is None) == (not fingerprint):
+        raise ConfigError(
+            "--verify: give --kit (any kit of the project) or --fingerprint: anybody can sign with a root of his own"
+        )
+    archive = Path(experiment) if verify else output or Path(f"{experiment}.evidence.zip")
+    if not verify:
+        if kit is None:
+            raise ConfigError("--kit: give the site's startup kit, whose key signs")
+        pack(kit, experiment, evidence_files(experiment, kit), archive)
+    found = {"archive": str(archive)} | verify_archive(archive, root_fingerprint(kit) if kit else fingerprint)
+    signed = "the signature and the project's root are right; " if verify else ""
+    whole = not found["record"] and not found["ledger"]
+    broken = "; ".join(f"{what} ALTERED: {found[what]}" for what in ("record", "ledger") if found[what])
+    chain = broken or f"record ({found['messages']} messages) and ledger ({found['rows']} rows) are as they were written"
+    of = f"{shown(found['archive'])}: {shown(found['site'])}, run {shown(found['experiment'])}, {found['made']}"
+    emit(found | {"intact": whole}, f"{of}: {signed}{chain}", format)
+    raise typer.Exit(0 if whole else 1)
+
+
+def find_run_paths(experiment: str, kit: Path) -> tuple[Path, Path, Path]:
+    """Return a run's folder at a site, the site's state folder, and its ledger. Raises ConfigError without such a run."""
+    settings = kit / "local" / "site.yaml"
+    if kit_role(kit) == "server" or not settings.is_file():
+        raise ConfigError(f"--kit: {kit}: not a site's startup kit (no local/site.yaml); give its folder")
+    records = find_site_records(kit)
+    return _find_run_folder(experiment, records.root), records.root, records.ledger
+
+
+def _find_run_folder(experiment: str, state: Path) -> Path:
+    """Return a run's folder. Raises ConfigError if there is no such run."""
+    folder = state / RUNS / check_run_name(experiment)
+    if not folder.is_dir():
+        known = ", ".join(sorted(p.name for p in (state / RUNS).iterdir() if p.is_dir())) if (state / RUNS).is_dir() else "none"
+        raise ConfigError(f"{experiment}: no such run here; there: {shown(known, 400)}")
+    return folder
+
+
+def evidence_files(experiment: str, kit: Path) -> dict[str, bytes]:
+    """Return the files of the archive, except its signature, by name."""
+    folder, state, ledger = find_run_paths(experiment, kit)
+    records = sorted(path for path in folder.rglob(FILE) if path.is_file() and not path.is_symlink())
+    if not records:
+        raise ConfigError(f"{folder}: holds no record of what left: nothing did, or it was removed")
+    found = {f"audit-{i + 1}.jsonl": path.read_bytes() for i, path in enumerate(records)}
+    found["versions.json"] = json.dumps(versions(), indent=1).encode()
+    if copy := copy_ledger(ledger):
+        found[LEDGER] = copy
+    if lost := read_accepted_seals(state):
+        found[ACCEPTED] = json.dumps(sorted(lost)).encode()
+    found |= {f"policy-{name}": (kit / "local" / name).read_bytes() for name in POLICIES if (kit / "local" / name).is_file()}
+    whole = verify_chains(found)
+    intact = "record and ledger are whole" if not whole["record"] and not whole["ledger"] else "ALTERED, see `--verify`"
+    read = [read_with_epsilon(path) | {"file": f"audit-{i + 1}.jsonl"} for i, path in enumerate(records)]
+    words = "\n\n".join(map(markdown, read))
+    entries = Ledger(ledger).entries() if ledger.is_file() and not whole["ledger"] else []
+    warnings = _privacy_warnings(entries, [m["privacy"] for one in read for m in one["messages"] if "privacy" in m])
+    installed = sorted({f"{one.metadata['Name']}=={one.version}" for one in distributions() if one.metadata["Name"]})
+    packages = "\n".join([f"python=={sys.version.split()[0]}", *installed, ""])
+    claims = CLAIMS.format(site=kit_name(kit), experiment=experiment, intact=intact, warnings=warnings)
+    found |= {"README.md": claims.encode(), "what-left.md": words.encode(), "packages.txt": packages.encode()}
+    # the job.yaml of each submission that FLARE still has
+    ids = sorted({str(m["flare_job"]) for one in read for m in one["messages"] if m.get("flare_job")})
+    names = [name for name in ids if name.replace("-", "").isalnum()]
+    jobs = [path for name in names for path in sorted((kit / name).glob("app*/config/job.yaml"))]
+    return found | {f"job{'' if len(jobs) == 1 else f'-{i + 1}'}.yaml": path.read_bytes() for i, path in enumerate(jobs)}
+
+
+def _privacy_warnings(rows: list[Any], messages: list[dict[str, Any]]) -> str:
+    """Return warnings, as Markdown, about what has no valid privacy promise; "" for none.
+
+    `rows`: of the ledger. `messages`: the privacy part of each message that left the site.
+    """
+    seeded, void = sum(bool(one.get("seeded")) for one in messages), sum(map(is_void, messages))
+    void_rows = [row for row in rows if row.is_void]
+    jobs = ", ".join(sorted({shown(entry.job) for entry in void_rows}))
+    warnings = {
+        f"**NOT PRIVATE: the noise of {seeded} messages of this run came from a seed (noise_seed in site.yaml).**": seeded,
+        f"**{void} messages of this run are {VOID}.**": void,
+        f"**{len(void_rows)} rows of the ledger (jobs {jobs}) are {VOID}. They still count.**": void_rows,
+    }
+    return "".join(f"{one}\n\n" for one in only_true(warnings))
+
+
+def forget(
+    experiment: Annotated[str, typer.Argument(help="the run's name; not with --expired")] = "",
+    *,
+    kit: Annotated[Path, typer.Option("--kit", help="the site's startup kit, or the server's")],
+    reason: Annotated[str, typer.Option(help="the reason, such as who withdrew, for the record; no names of patients")] = "",
+    expired: Annotated[
+        bool, typer.Option("--expired", help="delete all runs older than `retention_days` in site.yaml")
+    ] = False,
+    format: FormatOption = "txt",
+) -> None:
+    """Delete the files of a run at this site or at the server: models, pictures, scores, FLARE's files.
+
+    A site's ledger and its record of what left stay. Messages that have left cannot be taken back. audit.jsonl records this,
+    and what was deleted, when, by whom and why.
+    """
+    if bool(experiment) == expired:
+        raise ConfigError("EXPERIMENT, --expired: give exactly one")
+    if not (reason := "retention_days of site.yaml" if expired else reason.strip()):
+        raise ConfigError("--reason: empty; say why, for the record")
+    names = [experiment]
+    if expired:
+        site, root, _ = find_site_records(kit)
+        if site.retention_days is None:
+            raise ConfigError(f"{kit / 'local' / 'site.yaml'}: retention_days: not set, so no run is past its time; set it")
+        names = delete_run.expired_runs(root, site.retention_days)
+    found, lines = [], []
+    for name in names:
+        if kit_role(kit) == "server":
+            folder = _find_run_folder(name, kit / STATE)
+            one = delete_run.delete_at_server(folder, stored_jobs(kit, name), kit / STATE, reason)
+        else:
+            folder, state, _ = find_run_paths(name, kit)
+            one = delete_run.delete_at_site(kit, folder, state, reason)
+        found.append(one)
+        lines.append(f"{one['run']}: {one['files']} files ({one['bytes']:,} bytes) deleted, on record in {one['record']}")
+        lines += [f"  stays: {one['stays']}", f"  cannot be taken back: {one['left']}"]
+    emit(found, lines or "nothing is past its time", format)
