@@ -21,7 +21,6 @@ from consilium.adapters import adapter_state, lora
 from consilium.adapters.kinds import LoraConfig
 from consilium.config.job import load_job
 from consilium.config.site import SiteConfig
-from consilium.core.linalg.simplex import mixture_weights
 from consilium.core.messages import SiteInfo
 from consilium.federation.job import assemble_job
 from consilium.flare.job import wire
@@ -36,8 +35,8 @@ from consilium.privacy.secagg.arithmetic import UNIT
 from consilium.report.run_files import payload_bytes
 from consilium.runtime.engine import simulate
 from consilium.strategies.fediat import FedIAT
-from consilium.strategies.fedsca import similarities
-from consilium.strategies.trainer import LocalStep
+from consilium.strategies.fedsca import mixture_weights, similarities
+from consilium.strategies.strategy import LocalStep
 
 Normal = Callable[[tuple[int, ...]], torch.Tensor]
 """Draws standard normals (shape), float64."""

@@ -21,7 +21,7 @@ from consilium.adapters import adapter_state, dual_rank
 from consilium.adapters.kinds import DualRankConfig
 from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.causal_lm.network import build_causal_lm
-from consilium.strategies.heterogeneous_ranks.layer_factors import prefix_and_tail
+from consilium.strategies.unequal_ranks import prefix_and_tail
 
 SHAPE = {
     "model_type": "llama",

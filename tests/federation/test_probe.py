@@ -18,7 +18,7 @@ from consilium.federation.job import assemble_job
 from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.causal_lm.network import build_causal_lm
 from consilium.models.low_precision import store_frozen_as
-from consilium.strategies.heterogeneous_ranks.layer_factors import shapes
+from consilium.strategies.unequal_ranks import shapes
 from tests.conftest import small_text
 
 WANTED = DualRankConfig(kind="dual_rank", rank=16)

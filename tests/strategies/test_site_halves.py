@@ -25,8 +25,7 @@ from consilium.models.causal_lm import CAUSAL_LM
 from consilium.strategies.fedala import FedALA
 from consilium.strategies.feddbe import FedDBE
 from consilium.strategies.feddpa import FedDPA
-from consilium.strategies.strategy import Role
-from consilium.strategies.traits import Interpolation
+from consilium.strategies.strategy import Interpolation, Role
 from consilium.training.interpolation import fixed_weight, interpolate_adapter, sample_weights
 from tests.conftest import small_cells, small_config, small_text
 from tests.strategies.scripted import Scripted, Unread

@@ -16,8 +16,8 @@ from consilium.adapters.strategy_modules import add_parts, part_shapes
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
-from consilium.core.linalg.norms import norm
 from consilium.core.messages import Tensors
+from consilium.core.norms import norm
 from consilium.data.datalist import DataList
 from consilium.federation.job_checks import (
     check_adapter,
@@ -34,8 +34,8 @@ from consilium.models.meta_device import build_on_meta_device
 from consilium.models.registry import MODELS, ModelConfig, ModelKind
 from consilium.models.weight_files import refuse_adapter
 from consilium.privacy.plan import make_plan
-from consilium.strategies.heterogeneous_ranks.ranks import at_one_rank
 from consilium.strategies.strategy import Strategy
+from consilium.strategies.unequal_ranks import at_one_rank
 from consilium.tasks.base import Task
 from consilium.tasks.registry import TASKS, TaskKind
 from consilium.training.device import CPU, pick_device
