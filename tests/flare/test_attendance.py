@@ -24,7 +24,7 @@ from consilium.flare.kit.health import DATA_PERIOD, STEP, HealthReport, checked_
 from consilium.flare.kit.heartbeat_client import own_facts
 from consilium.flare.kit.local_folder import COMPONENTS, missing_components, update_local
 from consilium.flare.kit.provision import provision
-from consilium.privacy.ledger.audit_log import FILE, AuditLog
+from consilium.privacy.audit_log import FILE, AuditLog
 from tests.conftest import run
 
 NOW = 1_800_000_000.0

@@ -26,9 +26,9 @@ from consilium.federation.run_folders import STATE
 from consilium.flare.kit.evidence_archive import ACCEPTED, LEDGER, MANIFEST, SIGNATURE, verify, verify_chains
 from consilium.flare.kit.provision import provision
 from consilium.flare.kit.root_ca import fingerprints
-from consilium.privacy.accounting.composition import DISCRETE
-from consilium.privacy.ledger.audit_log import FILE, AuditLog
-from consilium.privacy.ledger.ledger import Entry, Ledger
+from consilium.privacy.accounting import DISCRETE
+from consilium.privacy.audit_log import FILE, AuditLog
+from consilium.privacy.ledger import Entry, Ledger
 from tests.conftest import run
 from tests.privacy.test_ledger import old_ledger
 

@@ -21,7 +21,7 @@ from consilium.flare.admin.kit_metrics import HELP, collect_metrics
 from consilium.flare.kit import connection_refusals
 from consilium.flare.kit.heartbeat_client import own_facts
 from consilium.flare.kit.provision import provision
-from consilium.privacy.ledger.audit_log import FILE, AuditLog
+from consilium.privacy.audit_log import FILE, AuditLog
 from consilium.report.prometheus_text import Sample, exposition_text
 from consilium.report.run_files import LOCK, RunLog, has_process
 from tests.conftest import run, small_config

@@ -39,8 +39,8 @@ from consilium.flare.kit.kit_contents import (
     participant_role,
 )
 from consilium.flare.kit.processes import processes
-from consilium.privacy.accounting.composition import VOID
-from consilium.privacy.ledger import audit_log, ledger as ledgers
+from consilium.privacy import audit_log, ledger as ledgers
+from consilium.privacy.accounting import VOID
 from consilium.report.page.html import render
 from consilium.report.tables import Column, Table, only_true, size_text, timestamp_text
 from consilium.report.untrusted_files import MOST_BYTES, as_finite_float, read_events, read_json, subfolders

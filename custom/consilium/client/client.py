@@ -17,7 +17,6 @@ from consilium.client.evaluator import Evaluator
 from consilium.client.model_store import ModelStore, interpolation_of
 from consilium.client.trainer import FitReport, Trainer, compute_step_share, rehearse_step
 from consilium.core.errors import ConfigError, DataError, Reason, RefusedError
-from consilium.core.linalg.norms import norm
 from consilium.core.messages import (
     HELD_OUT,
     TRAIN_LOSS,
@@ -31,6 +30,7 @@ from consilium.core.messages import (
     Stage,
     Tensors,
 )
+from consilium.core.norms import norm
 from consilium.core.storage import (
     flatten_groups,
     group_of,

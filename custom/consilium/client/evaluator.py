@@ -17,7 +17,7 @@ from consilium.core.storage import digest
 from consilium.federation.saved_model import SavedModel, apply_forward_settings, check_scaling_and_share
 from consilium.models.registry import MODELS
 from consilium.report.predictions import Closing
-from consilium.strategies.traits import Interpolation
+from consilium.strategies.strategy import Interpolation
 from consilium.tasks.base import Examples, Task
 from consilium.tasks.registry import LOWER, TASKS
 from consilium.training.device import autocast

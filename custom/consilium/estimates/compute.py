@@ -31,8 +31,7 @@ from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Stage
 from consilium.federation.job import Job, assemble_job, build_meta_model
-from consilium.models.dtypes import BLOCK, QUANTIZED, compute_dtype
-from consilium.models.low_precision import replace_frozen_linear, store_frozen_as
+from consilium.models.low_precision import BLOCK, QUANTIZED, compute_dtype, replace_frozen_linear, store_frozen_as
 from consilium.models.meta_device import allow_meta_compute
 from consilium.strategies.strategy import trained_names
 from consilium.tasks.registry import TASKS

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from consilium.core.sanitize import shown
-from consilium.privacy.ledger.audit_log import FILE
+from consilium.privacy.audit_log import FILE
 from consilium.report.tables import Table, columns, only_true, size_text, timestamp_text
 from consilium.report.untrusted_files import Number, as_finite_float
 
@@ -44,7 +44,7 @@ class _Message(BaseModel):
 
 
 def message_and_tensor_tables(record: Mapping[str, Any], run: str, strict: bool = False) -> tuple[Table, Table | None]:
-    """Return a table of the messages in an audit record, see ledger/audit.py, and one of their tensors, None without tensors.
+    """Return a table of the messages in an audit record, see audit_log.py, and one of their tensors, None without tensors.
 
     `run`: the end of both titles. A message of a form that no guard writes is counted in a note; if `strict`, it raises
     ValueError.

@@ -21,8 +21,8 @@ from consilium.config.code_digest import strategy_code_digest
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
 from consilium.core.lazy import torch
-from consilium.core.linalg.norms import norm
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, NOT_PRIVATE, Payload, Tensors
+from consilium.core.norms import norm
 from consilium.core.registry import installed_version
 from consilium.core.sanitize import shown
 from consilium.core.storage import file_lock, make_private_folder, open_private, write_atomic

@@ -18,7 +18,7 @@ from consilium.core.errors import ConfigError
 from consilium.core.messages import Payload
 from consilium.core.sanitize import markdown_cell, rich_line, shown, tensorboard_tag
 from consilium.data.check_report import Findings
-from consilium.privacy.ledger import audit_log
+from consilium.privacy import audit_log
 from consilium.report import live_view
 from consilium.report.live_view import LiveView
 from consilium.report.results_table import results_table

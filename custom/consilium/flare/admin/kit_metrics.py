@@ -22,9 +22,9 @@ from consilium.flare.kit.certificates import days_left
 from consilium.flare.kit.connection_refusals import noted_cause
 from consilium.flare.kit.kit_contents import certificate_path, kit_name, kit_role, load_certificate
 from consilium.flare.kit.revocation import revoked_until
-from consilium.privacy.accounting.composition import epsilon_for
-from consilium.privacy.ledger import audit_log
-from consilium.privacy.ledger.ledger import Ledger
+from consilium.privacy import audit_log
+from consilium.privacy.accounting import epsilon_for
+from consilium.privacy.ledger import Ledger
 from consilium.report.prometheus_text import Sample
 from consilium.report.run_files import has_process
 from consilium.report.untrusted_files import read_events

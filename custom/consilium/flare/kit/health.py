@@ -19,7 +19,7 @@ from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, ConsiliumError, Reason
 from consilium.data.text import read_site_list
 from consilium.federation.run_folders import RUNS, STATE
-from consilium.privacy.ledger.audit_log import FILE, lines
+from consilium.privacy.audit_log import FILE, lines
 
 PERIOD = 30.0
 """Seconds between two checks of the machine. An edit of site.yaml takes effect at the next check."""

@@ -11,9 +11,9 @@ from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, TRAIN_LOSS, TRAIN_MEMORY, TRAIN_SECONDS, TRAIN_STEPS, Stage
 from consilium.core.sanitize import count_with_noun, first_names_text, shown
-from consilium.privacy.accounting.composition import VOID
-from consilium.privacy.ledger.audit_log import FILE, read_with_epsilon
-from consilium.privacy.ledger.ledger import Ledger, summary
+from consilium.privacy.accounting import VOID
+from consilium.privacy.audit_log import FILE, read_with_epsilon
+from consilium.privacy.ledger import Ledger, summary
 from consilium.report.audit_tables import message_and_tensor_tables
 from consilium.report.compare import PAGE
 from consilium.report.compare.comparability import Group
