@@ -23,7 +23,7 @@ from consilium.config.job import JobConfig
 from consilium.core.registry import KindField
 from consilium.core.schema import Section, validate
 from consilium.federation.job import Job, assemble_job
-from consilium.report import best_worst_cases, predictions
+from consilium.report import predictions
 from consilium.strategies.registry import STRATEGIES
 from consilium.strategies.strategy import Strategy
 
@@ -82,8 +82,8 @@ PICTURES_ASIDE = ("adapters", "adversary", "federation", "plugin", "privacy", "r
 def _small_pictures(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if request.path.relative_to(Path(__file__).parent).parts[0] in PICTURES_ASIDE:
-            for module, name in ((predictions, "PANEL"), (best_worst_cases, "SIDE")):
-                patch.setattr(module, name, 64)
+            for name in ("PANEL", "SIDE"):
+                patch.setattr(predictions, name, 64)
             patch.setattr(predictions, "FINE", 1)
         yield
 

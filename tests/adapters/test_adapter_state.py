@@ -15,7 +15,9 @@ from consilium.adapters.registry import ADAPTERS
 from consilium.adapters.strategy_modules import FeatureShift, add_parts, feature_point_of, merge_shift, part_shapes
 from consilium.adapters.trained_base_parameters import decoder_names
 from consilium.core.errors import ConfigError
+from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.registry import Cut, ModelConfig, ModelKind, TargetSet
+from consilium.models.sam import SAM
 from consilium.models.sam.network import build_sam
 
 
@@ -38,7 +40,7 @@ X = torch.tensor([[1.0, -2.0, 0.5]])
 def adapted() -> Two:
     """Return the model with LoRA of rank 2, no number of which is 0."""
     model = Two()
-    lora.inject(model, 2, 4.0, TargetSet("encoder"))
+    lora.inject(model, LoraConfig(rank=2, alpha=4.0, targets="encoder"), CAUSAL_LM)
     adapter_state.load(model, {n: torch.full_like(t, 0.25) for n, t in adapter_state.tensors(model).items()})
     return model
 
@@ -70,12 +72,13 @@ def test_the_largest_adapter_has_2_to_the_29_numbers(monkeypatch: pytest.MonkeyP
     adapter_state.check_size(2**29)
     with pytest.raises(ConfigError, match="536,870,913 numbers to train, over 536,870,912"):
         adapter_state.check_size(2**29 + 1)
-    sam, target = build_sam("tiny", None, 64, 2), TargetSet("encoder")
-    found = bottleneck.shapes(sam, 4)
+    sam, width = build_sam("tiny", None, 64, 2), BottleneckConfig(kind="bottleneck", width=4)
+    plain, dual = LoraConfig(rank=2, targets="encoder"), DualRankConfig(kind="dual_rank", rank=2, targets="encoder")
+    found = bottleneck.shapes(sam, width, SAM)
     sizes = {  # by hand: rank 2 of 3 x 3 is 2 (3 + 3); the whole model has 9 + 3 + 6 + 2
-        12: (lambda: lora.shapes(Two(), 2, target), lambda: dual_rank.shapes(Two(), 2, target)),
+        12: (lambda: lora.shapes(Two(), plain, CAUSAL_LM), lambda: dual_rank.shapes(Two(), dual, CAUSAL_LM)),
         20: (lambda: FULL.shapes(Two(), FullConfig(kind="full"), BASE),),
-        sum(torch.zeros(shape).numel() for shape in found.values()): (lambda: bottleneck.shapes(sam, 4),),
+        sum(torch.zeros(shape).numel() for shape in found.values()): (lambda: bottleneck.shapes(sam, width, SAM),),
     }
     for most, calls in sizes.items():
         for call in calls:
@@ -96,7 +99,7 @@ def test_first_values_are_drawn_for_what_maps_down_and_0_for_the_rest() -> None:
 
 def test_disabled_within_disabled_ends_with_the_outer_one_and_trains_are_as_before() -> None:
     tails = Two()
-    dual_rank.inject(tails, 2, 2.0, TargetSet("encoder"))
+    dual_rank.inject(tails, DualRankConfig(kind="dual_rank", rank=2, scaling=2.0, targets="encoder"), CAUSAL_LM)
     adapter_state.load(tails, {n: torch.full_like(t, 0.25) for n, t in adapter_state.tensors(tails).items()})
     for model in (adapted(), tails):
         base, before, states = Two(), model(X), adapter_state.tensors(model)
@@ -115,7 +118,7 @@ def test_disabled_within_disabled_ends_with_the_outer_one_and_trains_are_as_befo
 
 def test_modules_that_hold_the_adapter_and_what_switches_a_forward_pass() -> None:
     model, tails = adapted(), Two()
-    dual_rank.inject(tails, 2, 2.0, TargetSet("encoder"))
+    dual_rank.inject(tails, DualRankConfig(kind="dual_rank", rank=2, scaling=2.0, targets="encoder"), CAUSAL_LM)
     assert adapter_state.adapter_modules(tails) == [tails.encoder, tails.head]  # the parameters inside count with their module
     assert adapter_state.adapter_modules(model) == [
         model.encoder.lora_A["default"],
@@ -123,7 +126,7 @@ def test_modules_that_hold_the_adapter_and_what_switches_a_forward_pass() -> Non
         model.head,
     ]
     states = [adapter_state.forward_settings(model)]
-    lora.set_scaling(model, 0.5)
+    lora.scale(model, LoraConfig(), 0.5)
     states.append(adapter_state.forward_settings(model))
     adapter_state.leave_out(model, {"encoder"})
     states.append(adapter_state.forward_settings(model))
@@ -142,7 +145,7 @@ def test_a_part_of_an_adapter_is_overwritten_and_the_rest_stays() -> None:
     model.encoder.lora_B["default"].weight.data.zero_()
     assert found["encoder.lora_B"].eq(0.25).all()  # copies
     sam = build_sam("tiny", None, 64, 2)
-    bottleneck.inject(sam, 4, "keep")
+    bottleneck.inject(sam, BottleneckConfig(kind="bottleneck", width=4, decoder="keep"), SAM)
     name = "base.mask_decoder.iou_token.weight"
     parameter, before = adapter_state.tensors(sam)[name], adapter_state.tensors(sam)[name].detach().clone()
     adapter_state.overwrite(sam, {name: torch.ones_like(before)})
@@ -164,7 +167,7 @@ def test_modules_left_out_return_their_input_also_after_they_are_replaced() -> N
 
 def test_a_merged_layer_is_no_longer_known_as_adapted() -> None:
     model = Two()
-    dual_rank.inject(model, 2, 2.0, TargetSet("encoder"))
+    dual_rank.inject(model, DualRankConfig(kind="dual_rank", rank=2, scaling=2.0, targets="encoder"), CAUSAL_LM)
     given = {"encoder.lora_A": torch.ones(1, 3), "encoder.lora_B": torch.ones(3, 1), "encoder.tail_A": torch.ones(2, 3)}
     given |= {"encoder.tail_B": torch.ones(3, 2), "encoder.gate": torch.tensor([0.5])}
     adapter_state.load(model, given | {"head.weight": torch.ones(2, 3), "head.bias": torch.zeros(2)})

@@ -8,10 +8,12 @@ import torch
 from safetensors.torch import load_file
 
 from consilium.adapters import adapter_state, bottleneck
+from consilium.adapters.kinds import BottleneckConfig
 from consilium.adapters.names import bottleneck_count, bottleneck_position
 from consilium.adapters.registry import ADAPTERS, Decoder
 from consilium.core.errors import ConfigError
 from consilium.models.clip.network import build_clip
+from consilium.models.sam import SAM
 from consilium.models.sam.network import build_sam
 from tests.conftest import initial
 
@@ -26,7 +28,7 @@ def tiny(decoder: Decoder = "freeze", width: int | None = 4) -> tuple[torch.nn.M
     model, images = build_sam("tiny", None, 64, 2), torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0)) * 255
     with torch.no_grad():
         before = model(images)
-    bottleneck.inject(model, width, decoder)
+    bottleneck.inject(model, BottleneckConfig(kind="bottleneck", width=width, decoder=decoder), SAM)
     return model, images, before
 
 
@@ -48,7 +50,7 @@ def test_a_model_without_an_adapter_is_refused_until_it_has_one() -> None:
     model = build_sam("tiny", None, 64, 2)
     with pytest.raises(ConfigError, match="has no adapter; inject one first"):
         adapter_state.tensors(model)
-    bottleneck.inject(model, 4, "freeze")
+    bottleneck.inject(model, BottleneckConfig(kind="bottleneck", width=4, decoder="freeze"), SAM)
     assert adapter_state.tensors(model)
 
 
@@ -76,7 +78,7 @@ def test_an_adapter_without_factors_scales_no_product() -> None:
 def test_positions_count_from_the_input_and_vit_b_has_36() -> None:
     with torch.device("meta"):
         model = build_sam("vit_b", None, 1024, 1, weights=False)
-        bottleneck.inject(model, None)
+        bottleneck.inject(model, BottleneckConfig(kind="bottleneck", width=None), SAM)
     names = list(adapter_state.tensors(model))
     assert bottleneck_count(names) == 36
     assert bottleneck_position("image_encoder.blocks.0.adapter_attention.down.weight") == 0
@@ -126,7 +128,7 @@ def test_a_change_of_the_base_is_what_was_added_to_its_parameter() -> None:
 def test_export_holds_every_tensor(tmp_path: Path) -> None:
     model, _, _ = tiny()
     values = {n: p.detach() for n, p in adapter_state.tensors(model).items()}
-    bottleneck.save(tmp_path, values, "sam-tiny")
+    bottleneck.export(tmp_path, values, BottleneckConfig(kind="bottleneck"), SAM, "sam-tiny")
     saved = load_file(tmp_path / "adapter.safetensors")
     assert all(torch.equal(saved[n], t) for n, t in values.items())
     about = {"kind": "bottleneck", "base": "sam-tiny", "adapters": 12, "places": list(bottleneck.PLACES), "parallel_scale": 0.5}
@@ -135,4 +137,4 @@ def test_export_holds_every_tensor(tmp_path: Path) -> None:
 
 def test_a_model_without_such_blocks_is_named() -> None:
     with pytest.raises(ConfigError, match=r"adapter\.kind: 'bottleneck' needs"):
-        bottleneck.inject(build_clip("tiny", None, 64, 2), None)
+        bottleneck.inject(build_clip("tiny", None, 64, 2), BottleneckConfig(kind="bottleneck", width=None), SAM)

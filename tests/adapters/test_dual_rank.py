@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 def net(rank: int = 4, **options: int) -> Net:
     model = Net(**options)
-    dual_rank.inject(model, rank, SCALING, CAUSAL_LM.target("paper"))
+    dual_rank.inject(model, DualRankConfig(kind="dual_rank", rank=rank, scaling=SCALING, targets="paper"), CAUSAL_LM)
     return model
 
 
@@ -183,7 +183,8 @@ def test_tensors_that_do_not_fit_are_refused(wrong: dict[str, Tensor]) -> None:
 def test_dropout_is_of_the_prefix_alone_and_of_training_alone() -> None:
     """With a probability of 1 nothing passes the prefix."""
     model, x = Net(), torch.ones(2, 7)
-    dual_rank.inject(model, 4, SCALING, CAUSAL_LM.target("paper"), dropout=1.0)
+    object.__setattr__(config := DualRankConfig(kind="dual_rank", rank=4, scaling=SCALING), "dropout", 1.0)
+    dual_rank.inject(model, config, CAUSAL_LM)
     for rank, tail in ((2, 3), (2, 0)):
         given = values(rank, tail)
         adapter_state.load(model, given)
@@ -213,7 +214,10 @@ def test_a_prefix_under_dropout_has_the_gradients_of_what_passes() -> None:
 
 
 def test_a_rank_over_a_layers_size_is_its_size_and_only_factors_are_in_a_state_dict() -> None:
-    assert dual_rank.shapes(Net(), 9, CAUSAL_LM.target("paper")) == {f"{LAYER}.lora_A": (5, 7), f"{LAYER}.lora_B": (5, 5)}
+    assert dual_rank.shapes(Net(), DualRankConfig(kind="dual_rank", rank=9), CAUSAL_LM) == {
+        f"{LAYER}.lora_A": (5, 7),
+        f"{LAYER}.lora_B": (5, 5),
+    }
     assert {name.removeprefix(f"{LAYER}.") for name in net().state_dict()} == {"lora_A", "lora_B", "base.weight", "base.bias"}
 
 

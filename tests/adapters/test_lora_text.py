@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from consilium.adapters import adapter_state, lora
+from consilium.adapters.kinds import LoraConfig
 from consilium.core.errors import ConfigError
 from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.causal_lm.network import build_causal_lm
@@ -27,7 +28,7 @@ SETS = {
 def test_target_sets_by_family(targets: str, family: str) -> None:
     with torch.device("meta"):
         model = build_causal_lm("folder", None, small_shape(family).to_dict(), weights=False)
-        lora.inject(model, 2, 4, CAUSAL_LM.target(targets))
+        lora.inject(model, LoraConfig(rank=2, alpha=4, targets=targets), CAUSAL_LM)
     found = {name.rpartition(".")[0] for name in adapter_state.tensors(model)}
     assert found == {f"model.layers.{i}.{part}" for i in range(2) for part in SETS[targets]}
 
@@ -35,7 +36,7 @@ def test_target_sets_by_family(targets: str, family: str) -> None:
 def test_the_head_is_no_target() -> None:
     model = build_causal_lm("folder", None, small_shape().to_dict(), weights=False)
     with pytest.raises(ConfigError, match="matches no linear layer"):
-        lora.inject(model, 2, 4, CAUSAL_LM.target("head"))
+        lora.inject(model, LoraConfig(rank=2, alpha=4, targets="head"), CAUSAL_LM)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -43,7 +44,7 @@ def test_the_head_is_no_target() -> None:
 def test_plain_peft_loads_the_export_onto_the_base(targets: str, family: str, tmp_path: Path) -> None:
     folder, ids = save_folder(tmp_path / "base", family), torch.arange(9)[None]
     model = build_causal_lm("folder", folder)
-    lora.inject(model, 2, 4, CAUSAL_LM.target(targets))
+    lora.inject(model, LoraConfig(rank=2, alpha=4, targets=targets), CAUSAL_LM)
     generator = torch.Generator().manual_seed(1)
     values = {n: torch.randn(p.shape, generator=generator) for n, p in adapter_state.tensors(model).items()}
     adapter_state.load(model, values)

@@ -18,9 +18,9 @@ from nvflare.fuel.utils import fobs
 from torch import nn
 
 from consilium.adapters import adapter_state, lora
+from consilium.adapters.kinds import LoraConfig
 from consilium.config.job import load_job
 from consilium.config.site import SiteConfig
-from consilium.core.linalg.simplex import mixture_weights
 from consilium.core.messages import SiteInfo
 from consilium.federation.job import assemble_job
 from consilium.flare.job import wire
@@ -35,8 +35,8 @@ from consilium.privacy.secagg.arithmetic import UNIT
 from consilium.report.run_files import payload_bytes
 from consilium.runtime.engine import simulate
 from consilium.strategies.fediat import FedIAT
-from consilium.strategies.fedsca import similarities
-from consilium.strategies.trainer import LocalStep
+from consilium.strategies.fedsca import mixture_weights, similarities
+from consilium.strategies.strategy import LocalStep
 
 Normal = Callable[[tuple[int, ...]], torch.Tensor]
 """Draws standard normals (shape), float64."""
@@ -75,7 +75,7 @@ def _step(model: nn.Module, images: torch.Tensor, sor: FedIAT) -> Callable[[], N
 def _random_sam(variant: str, size: int, attention: str = "fused") -> nn.Module:
     torch.manual_seed(0)
     model = build_sam(variant, None, size, 2, attention=attention, weights=False)
-    lora.inject(model, 8, 8, SAM.target("paper"))
+    lora.inject(model, LoraConfig(rank=8, alpha=8, targets="paper"), SAM)
     return model.train()
 
 

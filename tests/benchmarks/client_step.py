@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from consilium.adapters import adapter_state, dual_rank
+from consilium.adapters.kinds import DualRankConfig
 from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.causal_lm.network import build_causal_lm
-from consilium.strategies.heterogeneous_ranks.layer_factors import prefix_and_tail
+from consilium.strategies.unequal_ranks import prefix_and_tail
 
 SHAPE = {
     "model_type": "llama",
@@ -85,7 +86,7 @@ def way(rank: int, total: int) -> Way:
     """Return a model that trains `rank` of `total` ranks of q, k and v."""
     torch.manual_seed(0)
     model = build_causal_lm("folder", None, SHAPE, weights=False)
-    dual_rank.inject(model, rank, 2.0, CAUSAL_LM.target("qkv"))
+    dual_rank.inject(model, DualRankConfig(kind="dual_rank", rank=rank, scaling=2.0, targets="qkv"), CAUSAL_LM)
     values: dict[str, Tensor] = {}
     for name in [n.removesuffix(".lora_A") for n in adapter_state.tensors(model) if n.endswith(".lora_A")]:
         product = (torch.randn(SHAPE["hidden_size"], total) / 1000, torch.randn(total, SHAPE["hidden_size"]) / 32)

@@ -34,8 +34,7 @@ from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig, read_site_folder
 from consilium.core.errors import ConfigError
-from consilium.estimates.flops import flops_per_sample, step_flops
-from consilium.estimates.memory import MemoryTracker
+from consilium.estimates.compute import MemoryTracker, flops_per_sample, step_flops
 from consilium.federation.job import Job, assemble_job, build_model, build_task
 from consilium.tasks.base import Batch, Task
 from consilium.training.device import autocast, peak_memory, pick_device

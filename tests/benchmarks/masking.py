@@ -37,10 +37,9 @@ from consilium.models.clip.network import build_clip
 from consilium.privacy.discrete_gaussian import add_share, share_deviation
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps
 from consilium.privacy.secagg.arithmetic import Layout, quantize
-from consilium.privacy.secagg.client import Party
+from consilium.privacy.secagg.certificates import SERVER, make_simulated_identities, read_root, read_simulated_identity
+from consilium.privacy.secagg.client import Party, SiteRecord
 from consilium.privacy.secagg.server import MASKED, Attempt, Collector
-from consilium.privacy.secagg.simulated_identities import SERVER, make_simulated_identities, read_root, read_simulated_identity
-from consilium.privacy.secagg.site_record import SiteRecord
 from tests.conftest import small_cells, small_config, training_only
 from tests.deployment.federation import Federation
 
@@ -79,7 +78,7 @@ class Round:
             attempt.take_masked(name, self._timed(name, lambda n=name: self._masked(attempt, n, parties, sent)))
         survivors = attempt.close_masked(parties)
         for name in survivors:
-            answer = self._timed(name, lambda n=name: self.parties[n].answer(attempt.confirm_question(survivors)))
+            answer = self._timed(name, lambda n=name: self.parties[n].answer(attempt.question("confirm", survivors=survivors)))
             attempt.take_confirmed(name, answer, survivors, masks)
         for name in survivors:
             answer = self._timed(name, lambda n=name: self.parties[n].answer(attempt.reveal_question()))

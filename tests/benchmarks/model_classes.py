@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from consilium.adapters import adapter_state, lora
+from consilium.adapters.kinds import LoraConfig
 from consilium.adapters.names import prepare_linear_layers
 from consilium.models.registry import MODELS
 from consilium.tasks.registry import TASKS
@@ -97,7 +98,7 @@ def _promptable(made: Made, images: Tensor) -> Case:
 
 def _speaking(made: Made, images: Tensor) -> Case:
     model = _built("vision_language", made, {"name": "report"})
-    from consilium.models.vision_language.image_inputs import picture_tokens
+    from consilium.models.vision_language.network import picture_tokens
 
     shown = picture_tokens(model.config, SIDE).ids
     ids = torch.tensor([[*shown, *range(10, 30)]]).expand(len(images), -1)
@@ -125,7 +126,7 @@ def row(name: str, kind: str, sizes: dict[str, Any], case_of: Callable[[Made, Te
         wanted, found = case.plain(made.model), case.ours(case.model)
     adapted = prepare_linear_layers(case.model, base.target("all-linear"))
     there = [n for n, m in case.model.named_modules() if isinstance(m, nn.Linear) and re.search(case.blocks, n)]
-    lora.inject(case.model, RANK, ALPHA, base.target("all-linear"))
+    lora.inject(case.model, LoraConfig(rank=RANK, alpha=ALPHA, targets="all-linear"), base)
     losses = _train(case, wanted)
     case.model.eval()
     with torch.no_grad():

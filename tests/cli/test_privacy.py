@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from consilium.cli.main import app
 from consilium.core.errors import ConfigError, RefusedError
-from consilium.privacy.accounting.composition import DISCRETE, Entry
-from consilium.privacy.ledger.audit_log import AuditLog
-from consilium.privacy.ledger.ledger import Ledger
+from consilium.privacy.accounting import DISCRETE, Entry
+from consilium.privacy.audit_log import AuditLog
+from consilium.privacy.ledger import Ledger
 from tests.privacy.test_ledger import old_ledger
 
 ONE = Entry("ward-7", "site", "zero-out", "local", "job", "run-1", 0, 0, 20.0, 1.0, 1, 0.3)

@@ -42,9 +42,9 @@ from consilium.flare.kit.certificates import root_fingerprint
 from consilium.flare.kit.evidence_archive import verify
 from consilium.flare.kit.processes import free_port
 from consilium.flare.kit.provision import provision
-from consilium.privacy.accounting.composition import VOID
-from consilium.privacy.ledger import audit_log, ledger
-from consilium.privacy.ledger.audit_log import FILE, AuditLog
+from consilium.privacy import audit_log, ledger
+from consilium.privacy.accounting import VOID
+from consilium.privacy.audit_log import FILE, AuditLog
 from consilium.report.tables import size_text
 from consilium.runtime.engine import simulate
 from tests.cli.browser import Tab, browse

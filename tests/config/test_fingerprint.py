@@ -8,7 +8,6 @@ from consilium.core.schema import fingerprint_digits
 
 DIGITS = "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
 COLONS = "00:01:02:03:04:05:06:07:08:09:0A:0B:0C:0D:0E:0F:10:11:12:13:14:15:16:17:18:19:1A:1B:1C:1D:1E:1F"
-BASE64 = "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8"
 
 
 @pytest.mark.parametrize(
@@ -25,8 +24,6 @@ BASE64 = "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8"
         f"SHA256 Fingerprint={COLONS}\n",
         f" {COLONS.replace(':', ' ')} ",
         "0001 0203 0405 0607 0809 0a0b 0c0d 0e0f 1011 1213 1415 1617 1819 1a1b 1c1d 1e1f",
-        f"SHA256:{BASE64}",
-        f"{BASE64}=",
     ],
 )
 def test_one_fingerprint_in_all_usual_forms(text: str) -> None:
@@ -46,9 +43,7 @@ def test_one_fingerprint_in_all_usual_forms(text: str) -> None:
         f"SHA1:{COLONS}",
         f"MD5:{COLONS}",
         COLONS.replace("0A:0B", "0:A0B"),
-        BASE64[:-1],
-        f"{BASE64[:-1]}9",  # its last two bits are not zeros, so that two texts would be one digest
-        f"SHA256:{BASE64.replace('A', ':')}",
+        "SHA256:AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8",  # OpenSSH's form
         "the one from the telephone",
     ],
 )

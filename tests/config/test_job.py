@@ -81,7 +81,10 @@ def test_classes_as_names_number_themselves() -> None:
             r"\(did you mean 'clip'\?\); a name of another package needs it under `plugins` of site\.yaml$",
         ),
         ({"model__varant": "tiny"}, r"model\.varant: unknown field; write model\.variant instead$"),
-        ({"model": {"name": "clip", "variant": "vit_b", "image_size": 64}}, r"model\.variant: 'vit_b': expected 'tiny', 'bio"),
+        (
+            {"model": {"name": "clip", "variant": "vit_b", "image_size": 64}},
+            r"model\.variant: 'vit_b': expected 'tiny' or 'bio",
+        ),
         ({"model": {"name": "clip", "variant": "tiny"}}, r"model\.image_size: missing; add it"),
         (
             {"model": {"name": "clip", "variant": "tiny", "image_size": 64}},

@@ -14,7 +14,7 @@ from consilium.core.errors import Reason
 from consilium.federation.run_folders import STATE
 from consilium.flare.kit.doctor import examine
 from consilium.models.sam.network import build_sam
-from consilium.privacy.ledger.ledger import Ledger
+from consilium.privacy.ledger import Ledger
 from consilium.report.page.run_page import run_page, site_page
 from consilium.report.run_record import read_run
 from tests.conftest import small_config

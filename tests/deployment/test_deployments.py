@@ -17,8 +17,8 @@ from consilium.federation.run_folders import STATE
 from consilium.flare.job.recipe import export
 from consilium.flare.kit.local_folder import apply_local
 from consilium.models.sam.network import build_sam
-from consilium.privacy.ledger import audit_log
-from consilium.privacy.ledger.ledger import Ledger
+from consilium.privacy import audit_log
+from consilium.privacy.ledger import Ledger
 from tests.conftest import JOBS, small_cells, small_config, training_only
 from tests.deployment.federation import LEAD, Federation
 from tests.deployment.jobs import fingerprint_of, pin

@@ -14,8 +14,8 @@ from consilium.core.storage import load_state
 from consilium.federation.job import assemble_job
 from consilium.federation.run_folders import STATE
 from consilium.models.sam.network import build_sam
-from consilium.privacy.ledger import audit_log
-from consilium.privacy.ledger.ledger import Ledger
+from consilium.privacy import audit_log
+from consilium.privacy.ledger import Ledger
 from consilium.runtime.engine import simulate
 from tests.conftest import small_config
 from tests.deployment.federation import Federation

@@ -31,8 +31,8 @@ from consilium.flare.kit.connection_refusals import Cause
 from consilium.flare.kit.doctor import examine
 from consilium.flare.kit.renewal import renew, update_kit
 from consilium.flare.kit.revocation import revoke
-from consilium.privacy.ledger import audit_log
-from consilium.privacy.ledger.ledger import Entry, Ledger
+from consilium.privacy import audit_log
+from consilium.privacy.ledger import Entry, Ledger
 from tests.conftest import small_config, training_only
 from tests.deployment import counted
 from tests.deployment.federation import ADMIN, ROOT, SERVER, Federation

@@ -8,7 +8,7 @@ from consilium.config.job import JobConfig, load_job
 from consilium.estimates.communication import Cost, bottleneck_counts, compare, run_bytes
 from consilium.federation.job import assemble_job
 from consilium.federation.job_checks import describe_trained_tensors
-from consilium.strategies.heterogeneous_ranks.layer_factors import shapes
+from consilium.strategies.unequal_ranks import shapes
 from tests.conftest import JOBS, small_cells, small_config
 
 

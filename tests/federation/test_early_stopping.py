@@ -25,7 +25,7 @@ from consilium.federation.job import Job
 from consilium.privacy.guard.masking import FILE, FOLDER, Masking
 from consilium.privacy.guard.task_schedule import AuthorizedTask, check_round_phase
 from consilium.report.compare.comparability import group_comparable
-from consilium.report.compare.costs import cost_table
+from consilium.report.compare.run_tables import cost_table
 from consilium.report.live_view import LiveView, progress, refusal_time_text
 from consilium.report.page.run_page import run_page
 from consilium.report.run_record import read_finished_run, read_run

@@ -8,7 +8,7 @@ import pytest
 
 import consilium.models
 from consilium.config.job import JobConfig
-from consilium.estimates.flops import Samples, Work, flops_per_sample, generated_samples, run_flops, step_flops
+from consilium.estimates.compute import Samples, Work, flops_per_sample, generated_samples, run_flops, step_flops
 from consilium.federation.job import assemble_job
 from tests.conftest import small_cells, small_config, small_text
 

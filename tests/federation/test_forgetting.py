@@ -11,7 +11,7 @@ import pytest
 
 from consilium.core.storage import file_lock
 from consilium.federation.run_folders import OWNER, STATE
-from consilium.privacy.ledger.audit_log import FILE, AuditLog, read_with_epsilon
+from consilium.privacy.audit_log import FILE, AuditLog, read_with_epsilon
 from consilium.report.run_files import LOCK
 from tests.conftest import run
 

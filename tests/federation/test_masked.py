@@ -25,8 +25,8 @@ from consilium.core.storage import load_state
 from consilium.estimates.communication import compare
 from consilium.federation.job import Job
 from consilium.privacy.guard.release import upload_shapes
+from consilium.privacy.secagg.certificates import make_simulated_identities, read_root, read_simulated_identity
 from consilium.privacy.secagg.server import MASKED
-from consilium.privacy.secagg.simulated_identities import make_simulated_identities, read_root, read_simulated_identity
 from consilium.runtime.engine import LocalTransport, simulate
 from consilium.runtime.run_loop import RunLoop
 from consilium.runtime.worker_pool import SimulatedSite

@@ -18,8 +18,8 @@ from consilium.client.finding import Finding
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
-from consilium.estimates import memory
-from consilium.estimates.memory import StepMemory, memory_of, remedies, replace_by_quantized_stand_ins
+from consilium.estimates import compute
+from consilium.estimates.compute import StepMemory, memory_of, remedies, replace_by_quantized_stand_ins
 from consilium.federation.job import assemble_job, build_model, kinds_of
 from consilium.models.low_precision import frozen_linear
 from consilium.training.device import autocast, has_native_bf16
@@ -114,7 +114,7 @@ def test_auto_is_bf16_on_a_gpu_alone_and_never_under_dp_sgd(
     raw = _job("clip", 4).model_dump()
     raw["training"]["precision"] = precision
     raw["privacy"] = {"unit": unit, "epsilon": 8.0, "delta": 1e-5, "clip": 1.0}
-    assert memory.computes_in_bf16(JobConfig.model_validate(raw), gpu) == computes_in_bf16
+    assert compute.computes_in_bf16(JobConfig.model_validate(raw), gpu) == computes_in_bf16
 
 
 def test_the_parts_are_what_they_are_called() -> None:
@@ -169,12 +169,12 @@ def test_fit_names_what_to_set(capsys: pytest.CaptureFixture[str], monkeypatch: 
 
 @pytest.mark.parametrize("gpu", [True, False])
 def test_bf16_is_no_remedy_on_a_processor_that_emulates_it(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "has_native_bf16", lambda: False)
+    monkeypatch.setattr(compute, "has_native_bf16", lambda: False)
     found = [*remedies(_job("causal_lm", 2), gpu=gpu)]
     assert any("bf16" in name for name, _ in found) is gpu
     assert any(one.training.precision == "bf16" for _, one in found) is gpu
     assert ("dtype=nf4" in found[-1][0], len(found)) == (True, 4 if gpu else 3)
-    monkeypatch.setattr(memory, "has_native_bf16", lambda: True)
+    monkeypatch.setattr(compute, "has_native_bf16", lambda: True)
     assert next(name for name, _ in remedies(_job("causal_lm", 2), gpu=False)).startswith("model.dtype=bf16")
 
 
@@ -213,7 +213,7 @@ def test_on_a_cpu_the_process_is_counted_and_activations_are_those_of_32_bits() 
 
 def test_fit_predicts_the_process_on_a_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("consilium.cli.cost.has_native_bf16", lambda: False)
-    monkeypatch.setattr(memory, "has_native_bf16", lambda: False)
+    monkeypatch.setattr(compute, "has_native_bf16", lambda: False)
     assert run(monkeypatch, "fit", JOBS / "quickstart_text", "--device", "cpu") == 0
     said = capsys.readouterr().out
     assert "activations + process = peak" in said
@@ -256,7 +256,7 @@ def test_the_doctor_says_whether_a_job_fits_and_what_to_ask_for(
     job.write_text(json.dumps(_job("clip", 8).model_dump(mode="json")))
     monkeypatch.setattr(machine_check.psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
     monkeypatch.setattr(machine_check, "pick_device", lambda wanted: torch.device("cpu"))
-    monkeypatch.setattr(memory, "has_native_bf16", lambda: multiplies)
+    monkeypatch.setattr(compute, "has_native_bf16", lambda: multiplies)
     found = machine_check.examine_memory(job, SiteConfig())
     assert isinstance(found, str) is (remedy is None)
     if isinstance(found, Finding):

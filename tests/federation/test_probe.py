@@ -18,7 +18,7 @@ from consilium.federation.job import assemble_job
 from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.causal_lm.network import build_causal_lm
 from consilium.models.low_precision import store_frozen_as
-from consilium.strategies.heterogeneous_ranks.layer_factors import shapes
+from consilium.strategies.unequal_ranks import shapes
 from tests.conftest import small_text
 
 WANTED = DualRankConfig(kind="dual_rank", rank=16)
@@ -33,7 +33,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def model() -> torch.nn.Module:
     model = build_causal_lm("tiny", None)
-    dual_rank.inject(model, WANTED.rank, WANTED.scaling, CAUSAL_LM.target(WANTED.targets))
+    dual_rank.inject(model, WANTED, CAUSAL_LM)
     return model
 
 

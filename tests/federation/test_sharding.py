@@ -15,7 +15,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import CapacityConfig, SiteConfig, load_site
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.data.datalist import DataList
-from consilium.estimates.memory import memory_of
+from consilium.estimates.compute import memory_of
 from consilium.federation.job import build_meta_model
 from consilium.training import sharding
 from consilium.training.sharding import backend, named_blocks, spared_bytes, unsharded_parameters

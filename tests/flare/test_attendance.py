@@ -23,7 +23,7 @@ from consilium.flare.kit import heartbeat_client, heartbeat_server
 from consilium.flare.kit.heartbeat_client import DATA_PERIOD, STEP, HealthReport, gpu_memory, own_facts, valid_facts
 from consilium.flare.kit.local_folder import COMPONENTS, missing_components, update_local
 from consilium.flare.kit.provision import provision
-from consilium.privacy.ledger.audit_log import FILE, AuditLog
+from consilium.privacy.audit_log import FILE, AuditLog
 from tests.conftest import run
 
 NOW = 1_800_000_000.0

@@ -10,7 +10,7 @@ from consilium.cli.main import app
 from consilium.config.job import JobConfig
 from consilium.config.site import load_site
 from consilium.federation.job import assemble_job
-from consilium.privacy.ledger.ledger import Ledger
+from consilium.privacy.ledger import Ledger
 from consilium.runtime.engine import simulate
 from tests.conftest import small_cells, training_only
 from tests.flare.running import MOSTLY_HERE, SITES, Runner, check_equal

@@ -31,7 +31,7 @@ from consilium.flare.kit.doctor import examine
 from consilium.flare.kit.heartbeat_client import note_other_project, own_facts
 from consilium.flare.kit.local_folder import update_local
 from consilium.flare.kit.provision import provision
-from consilium.privacy.ledger.audit_log import AuditLog
+from consilium.privacy.audit_log import AuditLog
 from tests.conftest import run
 from tests.deployment.federation import free_port
 from tests.deployment.relayed import RELAY, provision_relayed

@@ -8,7 +8,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.messages import SiteInfo
 from consilium.federation.job import assemble_job
 from consilium.runtime.engine import simulate
-from consilium.strategies.heterogeneous_ranks.layer_factors import shapes
+from consilium.strategies.unequal_ranks import shapes
 from tests.conftest import small_text
 from tests.flare.running import MOSTLY_HERE, SITES, Runner, check_equal, edited, listen, tensor_names
 

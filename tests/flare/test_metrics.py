@@ -21,7 +21,7 @@ from consilium.flare.admin.kit_metrics import HELP, collect_metrics
 from consilium.flare.kit import connection_refusals
 from consilium.flare.kit.heartbeat_client import own_facts
 from consilium.flare.kit.provision import provision
-from consilium.privacy.ledger.audit_log import FILE, AuditLog
+from consilium.privacy.audit_log import FILE, AuditLog
 from consilium.report.prometheus_text import Sample, exposition_text
 from consilium.report.run_files import LOCK, RunLog, has_process
 from tests.conftest import run, small_config
@@ -175,6 +175,7 @@ def test_what_sites_say_of_themselves_becomes_metrics_of_the_server(server: Path
     }
     assert found == {
         'consilium_site_last_heartbeat_timestamp_seconds{site="a"}': 1_000_000,
+        'consilium_site_info{site="a",version="0.3.1"}': 1,
         'consilium_site_clock_ahead_seconds{site="a"}': -3.5,
         'consilium_site_certificate_end_timestamp_seconds{site="a"}': 2_000_000,
         'consilium_site_disk_free_bytes{site="a"}': 7 * 10**9,

@@ -11,7 +11,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import load_site
 from consilium.core.errors import Reason
 from consilium.federation.job import assemble_job
-from consilium.privacy.ledger.ledger import Ledger
+from consilium.privacy.ledger import Ledger
 from consilium.runtime.engine import simulate
 from tests.conftest import small_config, training_only
 from tests.flare.running import HERE, SITES, Runner, add_filter, edited, state_of

@@ -34,7 +34,7 @@ from consilium.flare.job.executor import SiteExecutor
 from consilium.flare.job.private_log import log_failure, route_to_private_log
 from consilium.flare.kit import certificates, revocation
 from consilium.flare.kit.evidence_archive import copy_ledger, verify_chains
-from consilium.privacy.ledger.audit_log import FILE
+from consilium.privacy.audit_log import FILE
 from consilium.report.private_logging import OF_DATA
 from consilium.strategies.strategy import Role
 from tests.conftest import small_config

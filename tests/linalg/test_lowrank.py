@@ -1,16 +1,12 @@
 """The global update: exact composition against a float64 dense reference, spectra with honest errors, sites' factors."""
 
-import math
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from consilium.core.linalg import lanczos as certified, lowrank
-from consilium.core.linalg.lowrank import (
+from consilium.core import lowrank
+from consilium.core.lowrank import (
     Change,
     Spectrum,
     Update,
@@ -69,9 +65,8 @@ def trained(found: Spectrum, tier: tuple[int, int], weight: float, seed: int) ->
 
 
 @pytest.mark.parametrize("shape", [(200, 160), (160, 330), (560, 520)])
-def test_ten_rounds_of_ten_sites_are_exact(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through both states: factors first, dense after some rounds; the third shape by Lanczos with its certificate."""
-    monkeypatch.setattr(certified, "LIMIT", 0.9)
+def test_ten_rounds_of_ten_sites_are_exact(shape: tuple[int, int]) -> None:
+    """Through both states: factors first, dense after some rounds; the third shape by ARPACK."""
     update, reference = zero_update(*shape), torch.zeros(*shape, dtype=torch.float64)
     dense = []
     for number in range(10):
@@ -139,79 +134,23 @@ SPECTRA = {
 }
 
 
+@pytest.mark.parametrize("converges", [True, False])
 @pytest.mark.parametrize("name", SPECTRA)
-def test_the_error_is_honest_and_within_tolerance(name: str) -> None:
+def test_a_large_dense_update_has_the_values_of_the_full_svd(
+    name: str, converges: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """PITFALL: a fixed number of iterations is 2.6 % off on a flat spectrum, and nobody knows."""
     matrix = shaped(1024, 700, SPECTRA[name][:700])
+    if not converges:
+        monkeypatch.setattr(lowrank, "_iterated_triplets", lambda *_: None)
     truth = torch.linalg.svdvals(matrix.double())[:32]
     found = spectrum(as_dense(matrix), 32)
-    assert found.error <= 1.1e-5 * float(truth[0])
-    assert float((truth - found.values).abs().max()) <= max(found.error, 4e-6 * float(truth[0]))
-    assert found.error >= 1e-6 * float(truth[0])  # float32 knows no more
+    assert found.error <= 1e-13 * float(truth[0])
+    assert float((truth * (found.values > 0) - found.values).abs().max()) <= 1e-13 * float(truth[0])
     best = matrix.double() - product(found)
-    off = max(found.error, 4e-6 * float(truth[0])) * 2 * float(truth.sum())  # of the squares of values that are off by so much
-    assert float(best.square().sum()) == pytest.approx(found.rest(32), rel=1e-3, abs=off)
+    assert float(best.square().sum()) == pytest.approx(found.rest(32), rel=1e-3, abs=1e-10)
     unit = found.left[:, found.values > 0].double()
     assert float((unit.T @ unit - torch.eye(unit.shape[1])).norm()) < 1e-4
-
-
-def counted_widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list to which each Lanczos step adds the width of its basis."""
-    steps, widths = certified._lanczos, list[int]()
-
-    def counted(*given: Tensor) -> Iterator[Any]:
-        for state in steps(*given):
-            widths.append(state[2].shape[1])
-            yield state
-
-    monkeypatch.setattr(certified, "_lanczos", counted)
-    return widths
-
-
-def test_without_a_certificate_the_full_decomposition_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    matrix = shaped(600, 600, torch.ones(600).double())
-    widths = counted_widths(monkeypatch)
-    assert certified.certified_spectrum(matrix, 8, 1e-5, None) is None
-    assert widths == [64, 128, 192, 256]  # it ends at 0.375 of 600
-    easy = shaped(600, 600, 0.9 ** torch.arange(600).double())
-    assert certified.certified_spectrum(easy, 8, 1e-5, None) is not None
-    near = 0.9 ** torch.arange(600).double()
-    near[8] = 0.99 * near[7]  # closer than the bound on what is left can tell: a ninth triplet is kept
-    assert certified.certified_spectrum(shaped(600, 600, near), 8, 1e-5, None) is not None
-    monkeypatch.setattr(certified, "_certify_spectrum", lambda *_: None)
-    assert certified.certified_spectrum(easy, 8, 1e-5, None) is None
-    assert torch.allclose(spectrum(as_dense(easy), 8).values, 0.9 ** torch.arange(8).double(), atol=1e-5)
-
-
-def test_a_direction_that_was_missed_is_found_out() -> None:
-    """A guess that is orthogonal to the first singular vector, taken as if it were the answer."""
-    matrix = shaped(600, 550, 0.9 ** torch.arange(550).double())
-    u, _, vt = torch.linalg.svd(matrix, full_matrices=False)
-    assert certified._certify_spectrum(matrix, u[:, :60], vt[:60], 8, 1e-5) is not None
-    assert certified._certify_spectrum(matrix, u[:, 1:60], vt[1:60], 8, 1e-5) is None
-
-
-@pytest.mark.parametrize("power", [0.1, 0.5, 2.0])
-def test_the_ceiling_is_above_the_norm_and_not_far(power: float) -> None:
-    matrix = shaped(300, 400, torch.arange(1, 301).double() ** -power)
-    top = float(torch.linalg.matrix_norm(matrix.double(), 2))
-    assert top <= certified.residual_norm_bound(matrix, matrix.new_zeros(400, 0)) <= 1.1 * top
-    _, values, vt = torch.linalg.svd(matrix)
-    assert float(values[5]) <= certified.residual_norm_bound(matrix, vt[:5].T) <= 1.1 * float(values[5])
-
-
-def test_the_ceiling_is_of_as_many_steps_and_probes_as_its_margin(monkeypatch: pytest.MonkeyPatch) -> None:
-    widths = counted_widths(monkeypatch)
-    certified.residual_norm_bound(torch.eye(300, 400), torch.zeros(400, 0))
-    assert widths == [16 * step for step in range(1, 15)]
-
-
-def test_a_guess_saves_nothing_in_truth() -> None:
-    matrix = shaped(600, 550, 0.95 ** torch.arange(550).double())
-    cold = spectrum(as_dense(matrix), 16)
-    for guess in (cold.right.T, randn(550, 3, seed=3)):
-        warm = spectrum(as_dense(matrix), 16, start=guess)
-        assert torch.allclose(cold.values, warm.values, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dense", [True, False])
@@ -275,42 +214,20 @@ def test_layers_in_threads_are_the_layers_one_by_one(monkeypatch: pytest.MonkeyP
     together = spectra(layers, 4)
     assert threads[-1] == 2  # put back
     assert set(threads[:-1]) == {1}
-    on_device = spectra(layers, 4, "cpu")
     for name, found in together.items():
         assert torch.equal(found.values, spectrum(layers[name], 4).values)
-        assert torch.equal(found.values, on_device[name].values)
-
-
-@pytest.mark.parametrize(
-    ("out", "into"),
-    [(64, 48), (48, 64), (512, 512), (512, 50000), (513, 50000), (700, 600), (1024, 4096), (4096, 4096), (600, 60000)],
-)
-def test_the_dense_state_begins_where_it_takes_less_time_or_room(out: int, into: int) -> None:
-    """A full SVD takes out * into * min(out, in) parts; over 512 of the smaller also passes of 512 + 16 * 14 columns."""
-    cost, small = {"qr": 2.6e-10, "core": 1e-9, "pass": 0.9e-10, "full": 5e-10}, min(out, into)
-
-    def factored(width: int) -> float:
-        return cost["qr"] * (out + into) * width**2 + cost["core"] * width**3
-
-    dense = cost["full"] * out * into * small
-    if small > 512:
-        dense = min(dense, cost["pass"] * out * into * (512 + 16 * 14) + factored(512))
-    fits = out * into // (out + into)  # as many numbers as the dense matrix, or fewer
-    assert lowrank.dense_width_threshold(out, into) == next((w for w in range(fits + 1) if factored(w) > dense), fits + 1)
 
 
 def test_the_state_is_chosen_by_cost() -> None:
-    width = lowrank.dense_width_threshold(4096, 4096)
-    assert 200 < width < 2049
-    assert lowrank.dense_width_threshold(64, 48) <= 28  # never more numbers than the dense matrix
-    assert lowrank.dense_width_threshold(1024, 4096) == lowrank.dense_width_threshold(4096, 1024)
-    update = add(zero_update(64, 48), (torch.ones(64, 5), torch.ones(5, 48)))
-    assert update.dense is None
-    whole = add(update, (torch.ones(64, 40), torch.ones(40, 48)))
+    update = add(zero_update(64, 48), (torch.ones(64, 27), torch.ones(27, 48)))
+    assert update.dense is None  # 27 (64 + 48) numbers are fewer than 64 * 48
+    whole = add(update, (torch.ones(64, 1), torch.ones(1, 48)))
+    for width, dense in ((768, False), (769, True)):
+        large = add(zero_update(2048, 2048), (torch.ones(2048, width), torch.ones(width, 2048)))
+        assert (large.dense is not None) == dense
     assert whole.dense is not None
     assert whole.left.numel() == whole.right.numel() == 0  # nothing is stored twice
     assert whole.shape == (64, 48)
-    assert lowrank.TOLERANCE == 1e-5
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(0, 10**6))
@@ -345,9 +262,3 @@ def test_alignments_with_an_update_are_over_all_layers_and_0_with_nothing(dense:
     sites["two"].append((torch.ones(1, 1), 0 * unit[1:]))
     assert lowrank.alignments_with(sites, updates) == pytest.approx([1, -1, 0, 5**-0.5])
     assert lowrank.alignments_with(sites, {n: zero_update(1, 2) for n in rows}) == [0] * 4
-
-
-def test_the_margin_solves_its_equation() -> None:
-    eta = certified._required_margin(4096, 16, 14)
-    chebyshev = math.cosh(13 * math.acosh(1 + 2 * eta))
-    assert (math.sqrt(8192 / math.pi) / (math.sqrt(eta) * chebyshev)) ** 16 == pytest.approx(1e-12, rel=1e-6, abs=0)

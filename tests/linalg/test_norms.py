@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from consilium.core.errors import RefusedError
-from consilium.core.linalg.norms import concat_small, non_finite_names, norm, norms
+from consilium.core.norms import concat_small, non_finite_names, norm, norms
 from consilium.server.aggregation import ExactMean
 
 SMALL = 2**14

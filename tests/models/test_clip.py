@@ -1,4 +1,4 @@
-"""CLIP classifiers: checkpoints of three layouts give the features their owners compute, or say what is wrong."""
+"""CLIP classifiers: checkpoints of both layouts give the features their owners compute, or say what is wrong."""
 
 from pathlib import Path
 
@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.models.clip.network import SHAPES, Shape, build_clip
@@ -73,16 +72,6 @@ def biomedclip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Make clip small and return a folder that `transformers` wrote, with an activation of its own."""
-    monkeypatch.setitem(SHAPES, "clip", Shape(32, 2, 4, 32, 8))
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=32, patch_size=8, hidden_act="quick_gelu")).save_pretrained(tmp_path)
-    return tmp_path
-
-
 @pytest.mark.parametrize("suffix", [".bin", ".safetensors"])
 def test_a_timm_checkpoint_gives_timms_features(suffix: str, biomedclip: Path, pictures: Tensor) -> None:
     path = biomedclip.with_suffix(suffix)
@@ -91,20 +80,6 @@ def test_a_timm_checkpoint_gives_timms_features(suffix: str, biomedclip: Path, p
     model = build_clip("biomedclip", path, None, 5)
     assert torch.allclose(model.features(pictures), timm_forward(timm_state(), pictures), atol=1e-4)
     assert model(pictures).shape == (3, 5)
-
-
-def test_a_transformers_folder_gives_transformers_features(folder: Path, pictures: Tensor) -> None:
-    theirs = CLIPVisionModel.from_pretrained(folder)((pictures / 255 - MEAN) / STD).pooler_output
-    assert torch.allclose(build_clip("clip", folder, None, 2).features(pictures), theirs, atol=1e-5)
-
-
-def test_a_whole_clip_and_old_names_load_too(folder: Path, pictures: Tensor) -> None:
-    expected = build_clip("clip", folder, None, 2).features(pictures)
-    state = CLIPVisionModel.from_pretrained(folder).state_dict()
-    old = {f"vision_model.{n}": t for n, t in state.items()} | {"text_model.final_layer_norm.weight": torch.ones(4)}
-    old |= {"vision_model.embeddings.position_ids": torch.arange(17), "visual_projection.weight": torch.ones(8, 32)}
-    save_file(old, folder / "model.safetensors")
-    assert torch.equal(build_clip("clip", folder, None, 2).features(pictures), expected)
 
 
 def test_biomedclip_has_its_published_size_and_needs_no_weights_to_be_laid_out() -> None:
@@ -138,13 +113,12 @@ def test_gradient_checkpointing_gives_equal_gradients() -> None:
     assert torch.allclose(*found, rtol=1e-5)
 
 
-def test_bad_checkpoints_say_what_is_wrong(biomedclip: Path, folder: Path, tmp_path: Path) -> None:
+def test_bad_checkpoints_say_what_is_wrong(biomedclip: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.bin"
-    for variant, hint in (("biomedclip", r"open_clip_pytorch_model\.bin"), ("clip", r"config\.json and model\.safetensors")):
-        with pytest.raises(CheckpointError, match=rf"model\.checkpoint: missing; {variant} .*{hint}"):
-            build_clip(variant, None, None, 2)
-        with pytest.raises(CheckpointError, match="none: no such file"):
-            build_clip(variant, tmp_path / "none", None, 2)
+    with pytest.raises(CheckpointError, match=r"model\.checkpoint: missing; biomedclip .*open_clip_pytorch_model\.bin"):
+        build_clip("biomedclip", None, None, 2)
+    with pytest.raises(CheckpointError, match="none: no such file"):
+        build_clip("biomedclip", tmp_path / "none", None, 2)
     other.write_bytes(biomedclip.read_bytes()[:3000])
     with pytest.raises(CheckpointError, match=r"other\.bin: damaged or no checkpoint"):
         build_clip("biomedclip", other, None, 2)
@@ -160,11 +134,5 @@ def test_bad_checkpoints_say_what_is_wrong(biomedclip: Path, folder: Path, tmp_p
         build_clip("biomedclip", other, None, 2)
     with pytest.raises(CheckpointError, match="holds no tiny tower"):
         build_clip("tiny", other, None, 2)
-    (folder / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"config\.json: not valid JSON"):
-        build_clip("clip", folder, None, 2)
-    (folder / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"no config\.json with weights there"):
-        build_clip("clip", folder, None, 2)
     with pytest.raises(ConfigError, match=r"model\.image_size: 100 is not a multiple of the patch size 8; use 96"):
         build_clip("tiny", None, 100, 2)

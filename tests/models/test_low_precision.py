@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import MambaConfig, MambaForCausalLM
 
 from consilium.adapters import adapter_state
 from consilium.client.site_data import load_site_data
@@ -122,27 +121,6 @@ def test_a_weight_that_an_embedding_shares_stays_as_it_is() -> None:
     assert type(out) is nn.Linear
 
 
-def test_what_writes_the_output_is_not_quantized_and_what_code_reads_by_itself_stays() -> None:
-    """As transformers leaves the output layer; Mamba multiplies with three weights past their layers."""
-    base = MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=8, num_hidden_layers=1, tie_word_embeddings=False))
-    texts = torch.arange(12).reshape(1, 12)
-    seen = list[str]()
-    replace_frozen_linear(
-        base, [], "nf4", lambda layer, dtype: seen.append(f"{layer.in_features}x{layer.out_features} {dtype}")
-    )
-    mixer = base.backbone.layers[0].mixer
-    assert isinstance(base.lm_head, StoredLinear)
-    for layer in (mixer.x_proj, mixer.dt_proj, mixer.out_proj):
-        assert type(layer) is nn.Linear
-        assert layer.weight.dtype == torch.float32
-    assert seen == ["8x32 nf4"]  # in_proj
-    torch.manual_seed(0)
-    plain = MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=8, num_hidden_layers=1, tie_word_embeddings=False)).eval()
-    wanted = plain(texts).logits
-    found = store_frozen_as(plain, "bf16", [])(texts).logits
-    assert float((found - wanted).detach().norm() / wanted.detach().norm()) < 0.05  # eight bits a weight
-
-
 @pytest.mark.parametrize(
     "adapter", [{"kind": "lora", "rank": 2}, {"kind": "dual_rank", "rank": 2}], ids=lambda one: one["kind"]
 )
@@ -167,16 +145,3 @@ def test_an_output_layer_is_known_below_its_adapter(adapter: dict[str, Any]) -> 
     below = [m for n, m in model.named_modules() if "lm_head" in n and isinstance(m, StoredLinear)]
     assert [(one.in_features, one.out_features) for one in below] == [(32, 64)]
     assert sorted(seen) == ["32x32"] * 4 + ["32x48"] * 2 + ["48x32"]  # attention, and the MLP's gate, up and down
-
-
-@pytest.mark.parametrize("dtype", ["nf4", "int8"])
-def test_a_model_whose_code_scales_its_weights_is_not_quantized(dtype: str) -> None:
-    """RWKV halves them every few blocks before it scores, and doubles them before it trains."""
-    sizes = {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 8, "intermediate_size": 48, "vocab_size": 64}
-    folder = {"variant": "folder", "checkpoint": "x", "config": {"model_type": "rwkv", **sizes}, "name": "causal_lm"}
-    raw = small_text("fedit").model_dump() | {"model": folder | {"dtype": dtype, "max_length": 64}}
-    raw["adapter"] = {"kind": "lora", "rank": 2, "targets": "attention"}
-    with pytest.raises(ConfigError, match=rf"^model\.dtype: '{dtype}': RWKV's code rescales its weights .*; use bf16$"):
-        assemble_job(JobConfig.model_validate(raw))
-    raw["model"]["dtype"] = "bf16"
-    assemble_job(JobConfig.model_validate(raw))

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from consilium.adapters import adapter_state, lora
+from consilium.adapters.kinds import LoraConfig
 from consilium.adapters.names import prepare_linear_layers
 from consilium.core.errors import ConfigError
 from consilium.models.causal_lm import CAUSAL_LM, CausalLmConfig
@@ -72,7 +73,6 @@ def test_a_named_set_is_whole_in_every_architecture(kind: str) -> None:
     [
         ("modernbert-decoder", SMALL | {"pad_token_id": 0}, "attn.q_proj attn.k_proj attn.v_proj", "attn.Wo"),
         ("moshi", SMALL, " ".join(f"{name}.linear" for name in SPLIT.split()), "self_attn.o_proj.linear"),
-        ("rwkv", SMALL, "attention.key attention.value attention.receptance", "attention.output"),
         ("bart", BART, SPLIT, "self_attn.out_proj"),
     ],
 )  # fmt: skip
@@ -101,37 +101,9 @@ def test_experts_that_are_no_linear_layers_are_named() -> None:
         prepare_linear_layers(model, CAUSAL_LM.target("all-linear"))
 
 
-def test_a_model_without_attention_says_so() -> None:
-    model = _laid_out("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 4})
-    with pytest.raises(ConfigError, match="'attention': the model's blocks have no attention layers"):
-        prepare_linear_layers(model, CAUSAL_LM.target("attention"))
-
-
-MAMBA = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 4}
-UNREAD = [
-    ("mamba", MAMBA, "all-linear", "x_proj, dt_proj, out_proj", "in_proj"),
-    ("mamba", MAMBA, r".*\.dt_proj", "dt_proj", ""),
-    ("mamba2", MAMBA | {"num_heads": 8, "head_dim": 8, "n_groups": 1}, "all-linear", "out_proj", "in_proj"),
-]
-
-
-@pytest.mark.parametrize(("kind", "sizes", "targets", "layer", "rest"), UNREAD)
-def test_layers_whose_weight_is_read_past_them_are_refused(
-    kind: str, sizes: dict[str, Any], targets: str, layer: str, rest: str
-) -> None:
-    """PEFT refuses out_proj by its own list; of dt_proj the model's code multiplies by the weight, so nothing is learned."""
-    model = _laid_out(kind, sizes)
-    with pytest.raises(ConfigError) as error:
-        prepare_linear_layers(model, CAUSAL_LM.target(targets))
-    remedy = rf"use the regex .*\.({rest})" if rest else "use other layers"
-    assert str(error.value) == f"adapter.targets: {layer}: {kind}'s code reads such weights past an adapter; {remedy}"
-    if rest:
-        lora.inject(_laid_out(kind, sizes), 2, 4.0, CAUSAL_LM.target(rf".*\.({rest})"))
-
-
 def test_every_layer_of_a_decoder_that_stands_alone_gets_a_gradient() -> None:
     model = build_causal_lm("folder", None, {"model_type": "bart", **BART}, weights=False)
-    lora.inject(model, 2, 4.0, CAUSAL_LM.target("all-linear"))
+    lora.inject(model, LoraConfig(rank=2, alpha=4.0, targets="all-linear"), CAUSAL_LM)
     model(torch.arange(5, 9)[None]).logits.sum().backward()
     assert all(tensor.grad is not None for tensor in adapter_state.tensors(model).values())
 
@@ -143,11 +115,10 @@ def test_plain_peft_loads_what_was_trained_with_equal_logits(kind: str, tmp_path
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path / "base")
     ours = build_causal_lm("folder", tmp_path / "base", shape.to_dict())
-    target = CAUSAL_LM.target("all-linear")
-    lora.inject(ours, 2, 4.0, target)
+    lora.inject(ours, LoraConfig(rank=2, alpha=4.0, targets="all-linear"), CAUSAL_LM)
     values = {n: torch.randn_like(t) for n, t in adapter_state.values(ours).items()}
     adapter_state.load(ours, values)
-    lora.save_peft(tmp_path / "adapter", values, 2, 4.0, "base", target)
+    lora.save_peft(tmp_path / "adapter", values, 2, 4.0, "base", CAUSAL_LM.target("all-linear"))
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()
     ids = torch.arange(10)[None]

@@ -18,8 +18,8 @@ from consilium.config.site import SiteConfig
 from consilium.core.schema import validate
 from consilium.federation.job_checks import decoder_rule
 from consilium.models.registry import MODELS
-from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
 from consilium.strategies.registry import STRATEGIES
+from consilium.strategies.unequal_ranks import UnequalRanks
 from consilium.tasks.registry import TASKS
 from tests.pages.reading import PAGES, ROOT, anchors, blocks, code, links, text_of
 

@@ -19,8 +19,6 @@ from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.messages import Hello, Tensors
-from consilium.core.registry import Registry
-from consilium.core.schema import validate
 from consilium.core.storage import load_state
 from consilium.federation.job import assemble_job
 from consilium.flare.job.recipe import export_simulation_job
@@ -255,28 +253,6 @@ def test_a_package_that_does_not_fit_is_one_line(
     assert why in str(refused.value)
     assert f"strategy '{package}'" in str(refused.value)
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("line", "why"),
-    [
-        ("consilium.strategies.nowhere:FedIT", "ModuleNotFoundError: No module named 'consilium.strategies.nowhere'"),
-        ("consilium.strategies.fedit:Fedit", "AttributeError: module 'consilium.strategies.fedit' has no attribute 'Fedit'"),
-    ],
-)
-def test_a_line_of_a_registry_that_names_nothing_is_one_line(line: str, why: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        Registry("strategy", {"mine": line}).find("mine")
-    assert str(refused.value) == f"strategy 'mine': {line!r} in the registry cannot be loaded ({why}); correct line or file"
-
-
-def test_a_kind_whose_literal_is_another_name_says_what_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "from consilium.models.clip import CLIP as Own"
-    write_distribution(tmp_path, "plugin_model", code, "models", "mine", "Own")
-    monkeypatch.syspath_prepend(tmp_path)
-    raw = small_config("fedit").model_dump(mode="json") | {"model": {"name": "mine", "variant": "tiny"}}
-    with pytest.raises(ConfigError, match="model 'mine': its class has the name 'clip'; write 'mine' there"):
-        validate(JobConfig, raw, tmp_path, None)
 
 
 def test_a_run_names_the_package_that_is_missing_here(

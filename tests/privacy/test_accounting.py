@@ -16,8 +16,8 @@ from scipy.integrate import quad
 from scipy.stats import norm
 
 from consilium.core.errors import ConfigError
-from consilium.privacy.accounting import accountant as accounting
-from consilium.privacy.accounting.accountant import (
+from consilium.privacy import accounting
+from consilium.privacy.accounting import (
     GRID,
     SLACK,
     Accountant,

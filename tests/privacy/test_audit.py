@@ -19,9 +19,9 @@ from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.storage import load_state
 from consilium.federation.job import Job
 from consilium.flare.kit.evidence_archive import verify_chains
-from consilium.privacy.accounting.accountant import gaussian_epsilon
-from consilium.privacy.ledger import audit_log
-from consilium.privacy.ledger.ledger import Ledger, summary
+from consilium.privacy import audit_log
+from consilium.privacy.accounting import gaussian_epsilon
+from consilium.privacy.ledger import Ledger, summary
 from consilium.runtime.engine import simulate
 from consilium.strategies.strategy import Role
 from tests.conftest import assembled, small_config, training_only
@@ -135,7 +135,7 @@ def test_what_cannot_be_recorded_does_not_leave(tmp_path: Path) -> None:
 def test_what_could_not_be_written_is_not_known_when_it_comes_again(tmp_path: Path) -> None:
     record = audit_log.AuditLog(tmp_path / audit_log.FILE)
     with (
-        patch("consilium.privacy.ledger.audit_log.os.fsync", side_effect=OSError(28, "No space left")),
+        patch("consilium.privacy.audit_log.os.fsync", side_effect=OSError(28, "No space left")),
         pytest.raises(RefusedError),
     ):
         record.add({"kind": "hello"})

@@ -19,10 +19,10 @@ from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.messages import Observer, Tensors
 from consilium.federation.job import assemble_job, build_model, build_task
 from consilium.privacy import mechanism
-from consilium.privacy.accounting.accountant import GaussianEvent, epsilon_of
+from consilium.privacy.accounting import GaussianEvent, epsilon_of
 from consilium.privacy.dpsgd import DpSgd
 from consilium.privacy.guard.release import geometries, privatize_update
-from consilium.privacy.ledger.ledger import Ledger
+from consilium.privacy.ledger import Ledger
 from consilium.privacy.mechanism import restore_update
 from consilium.privacy.plan import Plan, make_plan, noise_to_signal
 from consilium.privacy.randomness import Randomness
@@ -30,7 +30,7 @@ from consilium.privacy.secagg.arithmetic import UNIT
 from consilium.runtime.engine import simulate
 from consilium.server.aggregation import training_optimizer_step, with_divisor_and_maps
 from consilium.strategies.strategy import ServerState
-from consilium.training.joint_dpsgd_step import step_update
+from consilium.training.loop import step_update
 from tests.conftest import Snapshot, assembled, small_cells, training_only
 
 SITES = ("site-1", "site-2", "site-3")

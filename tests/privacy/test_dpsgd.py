@@ -22,8 +22,8 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.messages import Payload, Tensors
 from consilium.federation.job import assemble_job, build_model, build_task
+from consilium.privacy.audit_log import FILE, read_with_epsilon
 from consilium.privacy.dpsgd import ClippedSum, DpSgd, PrivateSteps, rehearse
-from consilium.privacy.ledger.audit_log import FILE, read_with_epsilon
 from consilium.privacy.plan import make_plan
 from consilium.privacy.secagg.arithmetic import UNIT
 from consilium.report.page.html import privacy_statement

@@ -18,11 +18,11 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import Kind, Payload, SiteInfo, Tensors, allowed_metrics
 from consilium.federation.job import Job
-from consilium.privacy.accounting.composition import epsilon_for
+from consilium.privacy import audit_log
+from consilium.privacy.accounting import epsilon_for
 from consilium.privacy.guard.guard import Guard
 from consilium.privacy.guard.release import check_upload, upload_shapes
 from consilium.privacy.guard.task_schedule import AuthorizedTask
-from consilium.privacy.ledger import audit_log
 from consilium.strategies.fediat import FedIAT
 from tests.conftest import assembled, small_config
 

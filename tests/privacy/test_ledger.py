@@ -17,9 +17,18 @@ import pytest
 
 from consilium.config.privacy import BudgetConfig
 from consilium.core.errors import RefusedError
-from consilium.privacy.accounting.accountant import GaussianEvent, epsilon_of, gaussian_epsilon, noise_multiplier
-from consilium.privacy.accounting.composition import DISCRETE, Entry, epsilon_for, merge, weakest
-from consilium.privacy.ledger.ledger import Ledger, check_dataset_name, summary
+from consilium.privacy.accounting import (
+    DISCRETE,
+    Entry,
+    GaussianEvent,
+    epsilon_for,
+    epsilon_of,
+    gaussian_epsilon,
+    merge,
+    noise_multiplier,
+    weakest,
+)
+from consilium.privacy.ledger import Ledger, check_dataset_name, summary
 
 BUDGET = {"site": BudgetConfig(epsilon=3.0, delta=1e-5)}
 ONE = Entry("ward-7", "site", "zero-out", "local", "job", "run-1", 0, 0, 20.0, 1.0, 1, 0.3)

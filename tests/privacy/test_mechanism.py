@@ -8,9 +8,9 @@ from hypothesis import given, settings, strategies as st
 from scipy.stats import beta, kstest
 
 from consilium.core.errors import RefusedError
-from consilium.core.linalg.norms import norm as joint_norm
 from consilium.core.messages import Tensors
-from consilium.privacy.accounting.accountant import gaussian_delta
+from consilium.core.norms import norm as joint_norm
+from consilium.privacy.accounting import gaussian_delta
 from consilium.privacy.discrete_gaussian import Bits, share_deviation
 from consilium.privacy.mechanism import Geometry, Outcome, geometry, privatized_coordinates, restore_update, to_real_numbers
 from consilium.privacy.randomness import Randomness, secret_bytes

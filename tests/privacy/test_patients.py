@@ -23,10 +23,9 @@ from consilium.data.patients import patients_and_most_samples, training_indices_
 from consilium.data.stats import tally
 from consilium.data.text import read_texts
 from consilium.federation.job import assemble_job
-from consilium.privacy.accounting.accountant import GaussianEvent, epsilon_of, gaussian_epsilon
-from consilium.privacy.accounting.composition import Entry, epsilon_for
+from consilium.privacy.accounting import Entry, GaussianEvent, epsilon_for, epsilon_of, gaussian_epsilon
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps
-from consilium.privacy.ledger.ledger import Ledger
+from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import make_plan
 from consilium.privacy.randomness import Randomness
 from consilium.runtime.engine import simulate

@@ -16,11 +16,10 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.messages import Kind
 from consilium.federation.job import assemble_job
-from consilium.privacy.accounting import accountant
-from consilium.privacy.accounting.accountant import SLACK, GaussianEvent, gaussian_delta
-from consilium.privacy.accounting.composition import Entry
+from consilium.privacy import accounting as accountant
+from consilium.privacy.accounting import SLACK, Entry, GaussianEvent, gaussian_delta
 from consilium.privacy.dpsgd import dpsgd
-from consilium.privacy.ledger.ledger import Ledger
+from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import Plan, make_plan, noise_to_signal
 from tests.conftest import small_config
 

@@ -9,7 +9,7 @@ import torch
 from scipy.special import ndtr
 
 from consilium.core.errors import ConfigError, RefusedError
-from consilium.privacy.accounting.accountant import SLACK, gaussian_delta
+from consilium.privacy.accounting import SLACK, gaussian_delta
 from consilium.privacy.discrete_gaussian import add_share, clip_to_grid, honest_shares, share_deviation, slack
 from consilium.privacy.secagg.arithmetic import UNIT
 

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from PIL import Image
 
-from consilium.report.best_worst_cases import CASES, FOLDER, case_file_name
+from consilium.report.predictions import CASES, FOLDER, case_file_name
 from tests.conftest import small_config
 
 STAGES = ("pretrained", "global", "personalized")

@@ -12,8 +12,7 @@ from PIL import Image
 
 from consilium.core.errors import DataError
 from consilium.core.messages import Stage
-from consilium.report.best_worst_cases import Closing, pick
-from consilium.report.predictions import draw_outlines
+from consilium.report.predictions import Closing, draw_outlines, pick
 from consilium.tasks.base import Answered, Classified, Segmented, UnitScores
 
 NAN = math.nan

@@ -1,8 +1,5 @@
 """Which runs compare, which repeat another, and what a method is called."""
 
-import json
-import math
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ from consilium.report.compare.comparability import MissingRun, group_comparable
 from consilium.report.compare.score_statistics import ranks, scores_of
 from consilium.report.run_record import RunRecord, read_finished_run
 from tests.conftest import small_cells
-from tests.report.runs import PRIVATE, Scores, accuracy, change, group_of, make, read, study_runs
+from tests.report.runs import PRIVATE, Scores, change, group_of, make, read, study_runs
 
 
 def test_methods_are_named_by_the_settings_in_which_they_differ(tmp_path: Path) -> None:
@@ -131,30 +128,11 @@ def test_cells_of_a_study_that_read_other_files_do_not_compare(tmp_path: Path) -
     assert why(kept, replace(of_data(second, "all"), whole="new set")) != []  # some of the old set against all of the new
 
 
-def test_a_copy_of_a_private_run_is_no_second_draw(tmp_path: Path) -> None:
+def test_a_private_run_with_the_same_seed_is_a_repeat_too(tmp_path: Path) -> None:
     folders = [make(tmp_path / name, {"s": score}, privacy=PRIVATE) for name, score in (("a", 0.5), ("b", 0.7))]
-    shutil.copytree(folders[0], tmp_path / "c")
-    (tmp_path / "c" / "metrics.jsonl").write_text("")
-    group = group_of(*folders, tmp_path / "c")
-    assert accuracy(*folders).group.runs.keys() == group.runs.keys()
-    assert group.left == ("c: repeats a (same settings and seed), so it is not counted",)
-
-
-def test_a_copy_of_a_private_run_with_a_score_that_is_no_number_is_none_either(tmp_path: Path) -> None:
-    folder = make(tmp_path / "a", {"s": 0.5}, privacy=PRIVATE)
-    change(folder, "s", test__global__loss=math.nan)
-    copy = Path(shutil.copytree(folder, tmp_path / "b"))
-    assert group_of(folder, copy).left == ("b: repeats a (same settings and seed), so it is not counted",)
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_of_two_runs_with_one_seed_the_one_with_more_sites_counts(order: int, tmp_path: Path) -> None:
-    folders = [make(tmp_path / "a", {"s0": 0.5, "s1": 0.6}), make(tmp_path / "b", {"s0": 0.5, "s1": 0.6})]
-    results = json.loads((folders[0] / "results.json").read_text())
-    (folders[0] / "results.json").write_text(json.dumps({"s0": results["s0"]}))
-    table = accuracy(*folders[::order])
-    assert table.means("fedit") == [pytest.approx(0.55)]
-    assert table.group.left == ("a: repeats b (same settings and seed), so it is not counted",)
+    group = group_of(*folders)
+    assert [run.name for run in group.runs.values()] == ["a"]
+    assert group.left == ("b: repeats a (same settings and seed), so it is not counted",)
 
 
 def test_a_study_names_methods_and_data_by_its_axes(tmp_path: Path) -> None:

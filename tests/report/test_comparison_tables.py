@@ -11,12 +11,23 @@ import pytest
 
 from consilium.core.messages import Stage
 from consilium.report.compare.comparability import MissingRun, group_comparable
-from consilium.report.compare.costs import cost_table, trained_set
-from consilium.report.compare.diagnostics import correlate_diagnostics_with_score, diagnostics_table
-from consilium.report.compare.job_settings import settings_tables
-from consilium.report.compare.published import published_for, published_table, read_published
+from consilium.report.compare.run_tables import (
+    correlate_diagnostics_with_score,
+    cost_table,
+    diagnostics_table,
+    settings_tables,
+    trained_set,
+)
 from consilium.report.compare.score_statistics import scores_of
-from consilium.report.compare.tables import as_csv, comparison_tables, records, scores_table
+from consilium.report.compare.tables import (
+    as_csv,
+    comparison_tables,
+    published_for,
+    published_table,
+    read_published,
+    records,
+    scores_table,
+)
 from consilium.report.run_record import read_finished_run
 from consilium.report.tables import latex_text
 from tests.conftest import small_cells
@@ -34,16 +45,6 @@ def test_each_frozen_model_has_its_row(tmp_path: Path) -> None:
         ("pretrained: fedit", "0.200"),
         ("pretrained: ffa_lora", "0.400"),
     ]
-
-
-def test_a_repeated_private_run_makes_no_other_incomplete(tmp_path: Path) -> None:
-    draws = [make(tmp_path / name, {"s": score}, privacy=PRIVATE) for name, score in (("a", 0.5), ("b", 0.7))]
-    runs = [*read(*draws), *read(make(tmp_path / "open", {"s": 0.9}, "ffa_lora"))]
-    found = comparison_tables(group_comparable(runs)[0], Stage.GLOBAL)
-    assert not any("Missing" in sheet.title for sheet in found)
-    assert [row[1] for row in found[0].rows] == ["2/2", "2/2", "1/1"]
-    assert found[0].best == {(2, 2), (2, 3), (2, 6), (2, 7)}  # the site, the mean, the mean by n, the rank
-    assert "*" not in "".join(found[0].rows[2])
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_a_pretrained_model_that_is_best_is_bold_and_named(tmp_path: Path) -> No
     assert {row for row, column in table.best if column == 3} == {2}
     assert "the pretrained model is the best in: s0" in table.notes
     assert [note for note in table.notes if "scored:" in note] == ["images scored: s0 10, s1 10; 20 in all"]
-    assert "The pretrained model is the best in: s0." in table.detail_caption
+    assert "The pretrained model is the best in: s0." in latex_text([table])
 
 
 def test_a_frozen_model_has_no_spread_over_seeds(tmp_path: Path) -> None:
@@ -267,24 +268,6 @@ def test_pooled_data_are_no_other_set_of_parameters(tmp_path: Path) -> None:
     assert said in cost_table(group_of(*folders, other)).notes
 
 
-def test_pooled_data_that_see_less_than_all_sites_are_told_of(tmp_path: Path) -> None:
-    """Two sites of 5 steps of batch 4 see 40 samples a round; 10 steps of batch 4 or 5 of batch 8 see as many."""
-
-    def run(name: str, strategy: str, **training: int) -> Path:
-        whole = small_cells(strategy).model_dump()["training"] | {"batch_size": 4} | training
-        return make(tmp_path / name, {"s0": 0.5, "s1": 0.7}, strategy, training=whole)
-
-    together = run("a", "fedit", local_steps=5)
-    said = (
-        "centralized: pooled data train 5 steps of batch 4 a round, the sites together 10 steps of batch 4: no upper bound; "
-        "set training.local_steps to the sites' sum"
-    )
-    assert said in cost_table(group_of(together, run("b", "centralized", local_steps=5))).notes
-    for name, training in {"c": {"local_steps": 10}, "d": {"local_steps": 5, "batch_size": 8}, "e": {}}.items():
-        notes = cost_table(group_of(together, run(name, "centralized", **training))).notes
-        assert not any("no upper bound" in note for note in notes), name
-
-
 def test_diagnostics_and_scores_are_correlated_over_ten_runs_of_one_method(tmp_path: Path) -> None:
     """By hand: of ten ranks, the first two are exchanged, so rho is -(1 - 6 * 2 / 990)."""
     scores = (0.8, 0.9, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
@@ -322,14 +305,14 @@ def test_captions_define_the_models_and_count_finished_seeds(tmp_path: Path) -> 
     )
     runs = [read_finished_run(folder, "a", {"method": "alone"})]
     groups, _ = group_comparable(runs, [MissingRun({"method": "alone"}, 1, "not done (waiting)")])
-    table = comparison_tables(groups, Stage.GLOBAL)[0]
+    text = latex_text(comparison_tables(groups, Stage.GLOBAL)[:1])
     for part in (
         "Global: the aggregate that the server sends at the end",
         "pretrained: the frozen model, not adapted.",
         "Alone: nothing is shared, so the global model is each site's own.",
-        "Means are over 2 sites, of 1 of 2 seeds.",
+        "Means are over 2 sites, of 1 of 2 seeds; seeds: those with all sites",
     ):
-        assert part in table.caption
+        assert part in text
 
 
 def test_settings_and_samples_are_in_tables_for_the_appendix(tmp_path: Path) -> None:

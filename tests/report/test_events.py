@@ -19,7 +19,7 @@ from consilium.core.messages import Stage
 from consilium.core.storage import load_state
 from consilium.federation.job import assemble_job
 from consilium.report.run_files import MEANS
-from consilium.report.tensorboard_file import PICTURES, EventFile, SiteEvents
+from consilium.report.tracking import PICTURES, EventFile, SiteEvents
 from consilium.runtime.engine import simulate
 from tests.adversary.network.modes import open_to_others
 from tests.conftest import small_config

@@ -7,9 +7,15 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from consilium.report.figures import plot_confusions
 from consilium.report.page.run_page import run_page, site_page
-from consilium.report.results_table import SHARED, confusion_tables, confusions, cross_site_matrix, read_cross_site_matrix
+from consilium.report.results_table import (
+    SHARED,
+    confusion_tables,
+    confusions,
+    cross_site_matrix,
+    plot_confusions,
+    read_cross_site_matrix,
+)
 from consilium.report.run_record import read_run
 from tests.conftest import small_cells
 from tests.report.pages import Page, make_run
@@ -82,8 +88,9 @@ def test_counts_are_summed_over_sites_and_kept_apart_by_model() -> None:
 
 
 def test_a_cell_is_as_dark_as_its_share_of_the_true_class(tmp_path: Path) -> None:
-    counts = {"global": np.array([[1.0, 0, 0], [0, 0, 30], [0, 0, 0]])}  # both rows are all in one cell; the last has nothing
-    plot_confusions(tmp_path / "c.png", counts, THREE)
+    first, second, third = THREE  # two rows are all in one cell; the last has nothing
+    counts = {f"{first}/{first}": 1.0, f"{second}/{third}": 30.0}
+    plot_confusions(tmp_path / "c.png", {"a": {f"test/global/confusion/{pair}": n for pair, n in counts.items()}}, THREE)
     pixels = np.asarray(Image.open(tmp_path / "c.png").convert("RGB")).reshape(-1, 3)
     darkest = int((pixels == (8, 48, 107)).all(1).sum())  # the end of matplotlib's Blues
     blank = int((pixels == (247, 251, 255)).all(1).sum())  # its beginning

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from consilium.core.messages import Stage
-from consilium.report.compare.comparability import group_comparable
 from consilium.report.compare.score_statistics import comparisons, interval, patients_interval, ranks, scores_of
 from consilium.report.compare.tables import comparison_tables, scores_table
-from consilium.report.run_record import read_finished_run
 from consilium.report.tables import markdown_text
 from tests.report.runs import accuracy, change, group_of, made, make, note_in
 
@@ -29,7 +27,7 @@ def test_sites_on_one_test_split_are_one_pair_a_seed_and_none_narrows_the_other(
     # the errors of s0 and s1 add up: sqrt((0.06 + 0.06)^2 + 0.09^2) / 3 = 0.15 / 3
     assert patients_interval(table, "fedit") == pytest.approx((0.45, 0.55))
     assert patients_interval(table, "local_only") == pytest.approx((1.1 / 3 - 0.05, 1.1 / 3 + 0.05))
-    one = comparisons(table, "wilcoxon")[0]
+    one = comparisons(table)[0]
     assert (one.pairs, one.wins, one.losses) == (4, 2, 0)  # not 6, of which 4
     assert one.difference == pytest.approx(0.4 / 3)
     assert "sites on one test split as one, others independent" in markdown_text(comparison_tables([table.group], Stage.GLOBAL))
@@ -158,12 +156,3 @@ def test_where_less_is_better_the_worst_site_has_the_most(tmp_path: Path) -> Non
         change(folder, f"s{i}", test__global__loss=1.0 + i)
     table = scores_of(group_of(folder), Stage.GLOBAL, "loss")
     assert [table.scores_in_column(table.methods[0], heading) for heading in table.columns] == [[21.0], [11.0], [1.0]]
-
-
-def test_ranks_over_data_sets(tmp_path: Path) -> None:
-    here = made(tmp_path / "x", {"fedit": [[0.5, 0.6]], "ffa_lora": [[0.4, 0.7]]})
-    there = [make(tmp_path / name, {"t": s}, name, n=12) for name, s in (("fedit", 0.9), ("ffa_lora", 0.1))]
-    groups, why = group_comparable([read_finished_run(folder) for folder in [*here, *there]])
-    assert len(why) == 1
-    last = comparison_tables(groups, Stage.GLOBAL)[-1]
-    assert [list(row) for row in last.rows] == [["fedit", "1.50", "1.00", "1.25"], ["ffa_lora", "1.50", "2.00", "1.75"]]

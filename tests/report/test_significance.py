@@ -23,33 +23,25 @@ def signed_rank(differences: Sequence[float]) -> float:
     return min(1.0, 2 * sum(one <= least for one in sums) / len(sums))
 
 
-def permuted(differences: Sequence[float]) -> float:
-    """Return the paired permutation p by counting all signs."""
-    total = abs(sum(differences))
-    sums = [abs(sum(s * d for s, d in zip(signs, differences, strict=True))) for signs in itertools.product((1, -1), repeat=8)]
-    return sum(one >= total - 1e-12 for one in sums) / len(sums)
-
-
-def test_paired_tests_are_those_of_all_signs(tmp_path: Path) -> None:
+def test_the_paired_test_is_that_of_all_signs(tmp_path: Path) -> None:
     gaps = [0.11, 0.02, -0.03, 0.07, 0.05, 0.13, 0.01, 0.09]
     folders = made(tmp_path, {"fedit": [[0.5 + g for g in gaps]], "ffa_lora": [[0.5] * 8]})
-    for kind, expected in (("wilcoxon", signed_rank(gaps)), ("permutation", permuted(gaps))):
-        one = comparisons(accuracy(*folders), kind)[0]
-        assert (one.pairs, one.wins, one.losses) == (8, 7, 1)
-        assert one.difference == pytest.approx(sum(gaps) / 8)
-        assert one.p == one.holm == pytest.approx(expected)
+    (one,) = comparisons(accuracy(*folders))
+    assert (one.pairs, one.wins, one.losses) == (8, 7, 1)
+    assert one.difference == pytest.approx(sum(gaps) / 8)
+    assert one.p == one.holm == pytest.approx(signed_rank(gaps))
 
 
 def test_only_common_pairs_are_tested_and_too_few_are_not(tmp_path: Path) -> None:
     folders = made(tmp_path, {"fedit": [[0.5] * 6], "ffa_lora": [[0.6] * 6], "fedprox": [[0.7] * 6]})
     change(folders[2], "s3", test__global__accuracy=math.nan)
-    found = {(c.one, c.other): c for c in comparisons(accuracy(*folders), "wilcoxon")}
+    found = {(c.one, c.other): c for c in comparisons(accuracy(*folders))}
     assert {key: (c.pairs, c.p is None) for key, c in found.items()} == {
         ("fedit", "ffa_lora"): (6, False),
         ("fedit", "fedprox"): (5, True),
         ("ffa_lora", "fedprox"): (5, True),
     }
-    only = comparisons(accuracy(*folders), "wilcoxon", "fedprox")
+    only = comparisons(accuracy(*folders), "fedprox")
     assert [(c.one, c.other) for c in only] == [("fedit", "fedprox"), ("ffa_lora", "fedprox")]
     assert "too few: under 6 pairs" in markdown_text(comparison_tables([group_of(*folders)], Stage.GLOBAL))
 
@@ -58,8 +50,8 @@ def test_equal_scores_have_p_1() -> None:
     import numpy as np
 
     tied = np.array([0.0] * 10 + [0.02, 0.04, 0.06, 0.08, 0.1])  # five signs: 2 / 2^5
-    assert p_value(tied, "wilcoxon") == pytest.approx(0.0625)
-    assert p_value(np.zeros(9), "wilcoxon") == p_value(np.zeros(9), "permutation") == 1.0
+    assert p_value(tied) == pytest.approx(0.0625)
+    assert p_value(np.zeros(9)) == 1.0
 
 
 def test_holms_correction_by_hand() -> None:

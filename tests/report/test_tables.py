@@ -112,11 +112,11 @@ def test_a_papers_main_table_has_means_and_an_appendix_has_the_sites(tmp_path: P
         )
         runs.append(read_finished_run(folder, folder.name, {"method": name}))
     main, appendix = latex_text(comparison_tables(group_comparable(runs)[0], Stage.GLOBAL)).split("% Appendix")
-    assert "north" not in main
+    assert not re.search("^method .*north", main, re.MULTILINE)
     assert re.search(r"^method & (north & south|.*north.*south) \\\\$", appendix, re.MULTILINE)
     # by hand: sites' means over seeds .6 and .6 for ffa_lora, over both .55, .6, .65: .6 with deviation .05
     assert r"ffa\_lora & 3/3 & \textbf{0.600 $\pm$ 0.050}" in main
-    captions = [one for one in re.findall(r"\\caption{(.*)}\\smallskip", main + appendix) if "Accuracy, of" in one]
+    captions = [one for one in re.findall(r"\\caption{(.*)}\\smallskip", main + appendix) if "Accuracy, global" in one]
     assert len(captions) == 2
     for caption, words in zip(captions, (("2 sites", "3 seeds", "percentile bootstraps"), ("by site", "3 seeds")), strict=True):
         assert all(one in caption for one in words)
@@ -152,20 +152,18 @@ def test_a_terminal_of_80_cells_holds_40_methods_of_60_letters(tmp_path: Path) -
     assert any("750 more with larger p" in " ".join(lines[i : i + 2]) for i in range(len(lines)))
 
 
-@pytest.mark.parametrize(
-    ("width", "heading"), [(40, "Klinikum rechts der Elbe"), (25, "Klinikum rechts"), (24, "Kliniku…r Elbe")]
-)
-def test_headings_are_whole_then_in_two_lines_then_short(width: int, heading: str) -> None:
+@pytest.mark.parametrize(("width", "heading"), [(40, "Klinikum rechts der Elbe"), (25, "Klinikum")])
+def test_headings_are_whole_then_in_several_lines(width: int, heading: str) -> None:
     table = Table("t", [Column("method", right=False), Column("Klinikum rechts der Elbe")], [["FedIT", "0.5"]])
     console = Console(width=width, file=io.StringIO())
     console.print(terminal_table(table, width))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert lines[2].split("  ")[-1].strip() == heading
-    assert ("der Elbe" in lines[3]) is (width == 25)
+    assert ("rechts" in lines[3]) is (width == 25)
     assert not any("no room" in line for line in lines)
 
 
-def test_a_table_that_no_name_can_be_shortened_for_has_a_line_per_cell_and_loses_no_number() -> None:
+def test_a_table_without_room_has_a_line_per_cell_and_loses_no_number() -> None:
     heads = [Column("site", right=False), *(Column(f"score {i}") for i in range(6)), Column("optional", 1)]
     table = Table("t", heads, [["a hospital", *(f"0.{i}11" for i in range(6)), "9"]])
     for width, dropped in ((60, True), (24, False)):

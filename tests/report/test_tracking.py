@@ -19,7 +19,7 @@ from consilium.core.messages import Payload
 from consilium.core.schema import validate
 from consilium.report import tracking
 from consilium.report.run_files import RunLog
-from consilium.report.tracking import ENVIRONMENT, Tracker, metric_name, name_with_dotted_class, settings_of
+from consilium.report.tracking import ENVIRONMENT, Tracker, metric_name
 from consilium.strategies.strategy import ServerState
 from tests.adversary.network.modes import open_to_others
 from tests.conftest import run as command, small_config
@@ -128,10 +128,6 @@ def test_another_mlflow_than_before_gets_a_run_of_its_own(tmp_path: Path) -> Non
         assert len(client.search_runs([client.get_experiment_by_name("small").experiment_id])) == 1
 
 
-def test_settings_by_their_dotted_names() -> None:
-    assert settings_of({"a": {"b": {"c": 1}, "d": None}, "e": [1, 2], "f": {}}) == {"a.b.c": 1, "e": [1, 2]}
-
-
 @pytest.mark.parametrize("uri", ["", "here", "ftp://host/x", "http://", "file:", "\x1b[31m"])
 def test_no_address(uri: str) -> None:
     with pytest.raises(ConfigError, match=r"tracking: mlflow: .*is not an address of MLflow; write http://HOST:PORT"):
@@ -173,9 +169,9 @@ def test_a_wrong_address_stops_the_command_before_anything_is_made(
 
 def test_a_class_stands_behind_a_dot() -> None:
     """A folder of MLflow's has a file per metric, and none can be a folder too."""
-    assert name_with_dotted_class("test/global/dice") == "test/global/dice"
-    assert name_with_dotted_class("test/global/dice/cup") == "test/global/dice.cup"
-    assert name_with_dotted_class("train/loss") == "train/loss"
+    assert metric_name("a", "test/global/dice") == "a/test/global/dice"
+    assert metric_name("a", "test/global/dice/cup") == "a/test/global/dice.cup"
+    assert metric_name("a", "train/loss") == "a/train/loss"
 
 
 @pytest.mark.parametrize("name", ["a/", "a//b", "/abs", "", "..", "x" * 300, "ü" * 200, "/".join("y" * 70 for _ in range(9))])

@@ -6,8 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from consilium.core.messages import Payload, Tensors
-from consilium.strategies.strategy import Role, Strategy
-from consilium.strategies.trainer import GradientProbe
+from consilium.strategies.strategy import GradientProbe, Role, Strategy
 
 
 class Unread:

@@ -16,7 +16,7 @@ from consilium.client.context import ClientContext
 from consilium.client.trainer import FitReport, Trainer
 from consilium.config.job import TrainingConfig
 from consilium.core.messages import SiteInfo, Tensors
-from consilium.models.registry import Cut, ModelConfig, ModelKind, TargetSet
+from consilium.models.registry import Cut, ModelConfig, ModelKind
 from consilium.server.aggregation import ExactMean
 from consilium.strategies.strategy import ServerState, Strategy
 
@@ -65,10 +65,11 @@ class Points:
 def toy(strategy: Strategy) -> tuple[nn.Module, Tensors]:
     """Return the model with adapter and parts, and an adapter of which nothing is zero but what starts so by itself."""
     model = Toy()
-    shapes = lora.shapes(model, RANK, TargetSet("encoder"))
+    config = LoraConfig(rank=RANK, alpha=ALPHA, targets="encoder")
+    shapes = lora.shapes(model, config, KIND)
     own = shapes | part_shapes(strategy.traits.parts, shapes, model, KIND) | adapter_state.head_shapes(model)
-    lora.inject(model, RANK, ALPHA, TargetSet("encoder"))
-    add_parts(strategy.traits.parts, model, LORA, LoraConfig(rank=RANK, alpha=ALPHA), KIND)
+    lora.inject(model, config, KIND)
+    add_parts(strategy.traits.parts, model, LORA, config, KIND)
     generator = torch.Generator().manual_seed(7)
     initial = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in own.items()}
     return model, initial | {n: torch.zeros_like(t) for n, t in initial.items() if "shift" in n}

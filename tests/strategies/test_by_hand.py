@@ -7,15 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from consilium.core.linalg import lowrank
+from consilium.core import lowrank
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.strategies.fedhello import FedHeLLo, chosen_layer_indices, odds
 from consilium.strategies.fedhl import FedHL
 from consilium.strategies.fedprox import FedProx
-from consilium.strategies.heterogeneous_ranks.ranks import Tier
 from consilium.strategies.hetlora import HetLoRA
-from consilium.strategies.strategy import ServerState, SiteResult
-from consilium.strategies.trainer import LocalStep
+from consilium.strategies.strategy import LocalStep, ServerState, SiteResult
+from consilium.strategies.unequal_ranks import Tier
 
 A, B = "model.layers.0.q_proj.lora_A", "model.layers.0.q_proj.lora_B"
 EACH = {"all": Tier(1, 2)}

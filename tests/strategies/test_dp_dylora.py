@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from consilium.adapters import adapter_state, lora
+from consilium.adapters.kinds import LoraConfig
 from consilium.client.build import build_site
 from consilium.client.client import Client
 from consilium.config.job import JobConfig
@@ -76,11 +77,11 @@ def test_the_forward_pass_uses_alpha_over_the_rounds_rank() -> None:
     images = torch.rand(1, 3, 64, 64) * 255
     values = {n: torch.randn_like(t) * 0.05 for n, t in job.initial.items()}
     adapter_state.load(model, values)
-    lora.set_scaling(model, 2.0)
+    lora.scale(model, LoraConfig(), 2.0)
     with torch.no_grad():
         doubled = model(images)
         adapter_state.load(model, {n: t * 2 if n.endswith("B") else t for n, t in values.items()})
-        lora.set_scaling(model, 1.0)
+        lora.scale(model, LoraConfig(), 1.0)
         assert torch.allclose(model(images), doubled, atol=1e-4)
 
 

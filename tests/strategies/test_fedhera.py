@@ -11,10 +11,8 @@ from consilium.core.messages import Payload, SiteInfo
 from consilium.server.aggregation import RoundAggregate
 from consilium.strategies.fedhera import FedHera
 from consilium.strategies.flexlora import FlexLoRA
-from consilium.strategies.heterogeneous_ranks.exact_server import global_updates, stored_spectra
-from consilium.strategies.heterogeneous_ranks.layer_factors import factors, shapes
-from consilium.strategies.heterogeneous_ranks.ranks import information_gain
 from consilium.strategies.strategy import Role, ServerState, SiteResult
+from consilium.strategies.unequal_ranks import factors, global_updates, information_gain, shapes, stored_spectra
 from tests.strategies.unequal import LAYERS, TIERS, answer, initial, play, product, products
 
 SITES = [f"site-{i}" for i in range(10)]

@@ -7,8 +7,7 @@ from torch import Tensor
 from consilium.core.errors import ConfigError
 from consilium.strategies.fediat import FedIAT, Sharing, squared_cosine
 from consilium.strategies.fedsa_lora import FedSALoRA
-from consilium.strategies.strategy import Role
-from consilium.strategies.trainer import LocalStep
+from consilium.strategies.strategy import LocalStep, Role
 
 ENC, DEC = "image_encoder.blocks.0.attn.qkv", "mask_decoder.transformer.layers.0.self_attn.q_proj"
 

@@ -14,15 +14,13 @@ from consilium.adapters.bottleneck import PLACES
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
-from consilium.core.linalg.simplex import mixture_weights
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.federation.job import assemble_job
 from consilium.runtime.engine import simulate
 from consilium.server.aggregation import RoundAggregate
-from consilium.strategies.fedsca import MATRIX, FedSCA, similarities, smallest_isolating_alpha
-from consilium.strategies.strategy import Role, ServerState, SiteResult
-from consilium.strategies.trainer import LocalStep
+from consilium.strategies.fedsca import MATRIX, FedSCA, mixture_weights, similarities, smallest_isolating_alpha
+from consilium.strategies.strategy import LocalStep, Role, ServerState, SiteResult
 from tests.conftest import Snapshot, small_config, strategy_of, training_only
 
 NAMES = [f"image_encoder.blocks.{i}.{place}.down.weight" for i in range(2) for place in PLACES]

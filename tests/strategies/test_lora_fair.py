@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from consilium.core.messages import SiteInfo, Tensors
-from consilium.strategies.heterogeneous_ranks.layer_factors import factors
 from consilium.strategies.lora_fair import LoraFair
 from consilium.strategies.strategy import ServerState, SiteResult, shares
+from consilium.strategies.unequal_ranks import factors
 from tests.strategies.unequal import LAYERS, answer, initial, product
 
 SITES = ["a", "b", "c"]

@@ -18,7 +18,7 @@ from consilium.runtime.engine import simulate
 from consilium.server.aggregation import RoundAggregate
 from consilium.strategies.flexlora import FlexLoRA
 from consilium.strategies.flora import FLoRA
-from consilium.strategies.heterogeneous_ranks.ranks import Tier, UnequalRanks
+from consilium.strategies.unequal_ranks import Tier, UnequalRanks
 from tests.conftest import small_config
 from tests.strategies.scripted import update_of
 

@@ -16,8 +16,7 @@ from consilium.core.messages import Payload, SiteInfo
 from consilium.federation.job import Job
 from consilium.runtime.engine import simulate
 from consilium.strategies.fedit import FedIT
-from consilium.strategies.trainer import Trainer as TrainerOfAnAlgorithm
-from consilium.strategies.traits import Traits
+from consilium.strategies.strategy import Trainer as TrainerOfAnAlgorithm, Traits
 from tests.conftest import assembled, small_text
 from tests.strategies.site_halves import A, B, site, toy
 

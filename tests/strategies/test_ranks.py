@@ -9,15 +9,14 @@ import torch
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
-from consilium.core.linalg.lowrank import Product
+from consilium.core.lowrank import Product
 from consilium.core.messages import Payload, SiteInfo
 from consilium.federation.job import assemble_job
 from consilium.runtime.engine import simulate
 from consilium.strategies.fedhera import FedHera
-from consilium.strategies.heterogeneous_ranks.layer_factors import prefix_and_tail, shapes
-from consilium.strategies.heterogeneous_ranks.ranks import cross_drift, information_gain, oracle_drift
 from consilium.strategies.registry import STRATEGIES
 from consilium.strategies.strategy import Role
+from consilium.strategies.unequal_ranks import cross_drift, information_gain, oracle_drift, prefix_and_tail, shapes
 from tests.conftest import JOBS, strategy_of
 
 UNEQUAL = [cls() for cls in STRATEGIES.values() if cls().traits.ranks_differ]

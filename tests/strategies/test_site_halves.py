@@ -21,12 +21,11 @@ from consilium.core.errors import ConfigError
 from consilium.core.messages import Payload, Tensors
 from consilium.federation.job import assemble_job
 from consilium.federation.saved_model import export_adapter
-from consilium.models.registry import TargetSet
+from consilium.models.causal_lm import CAUSAL_LM
 from consilium.strategies.fedala import FedALA
 from consilium.strategies.feddbe import FedDBE
 from consilium.strategies.feddpa import FedDPA
-from consilium.strategies.strategy import Role
-from consilium.strategies.traits import Interpolation
+from consilium.strategies.strategy import Interpolation, Role
 from consilium.training.interpolation import fixed_weight, interpolate_adapter, sample_weights
 from tests.conftest import small_cells, small_config, small_text
 from tests.strategies.scripted import Scripted, Unread
@@ -242,8 +241,9 @@ def test_feddpa_as_in_code_sends_no_gradient_through_the_global_branch() -> None
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 2, bias=False)).double()
     first, second = (layer.weight.detach().clone() for layer in model)
-    lora.inject(model, 2, 3.0, TargetSet("0|1"))
-    lora.add_local(model, 2, 3.0, 0.0)
+    config = LoraConfig(rank=2, alpha=3.0, targets="0|1")
+    lora.inject(model, config, CAUSAL_LM)
+    lora.add_local(model, config)
     model.double()
     parts = {n: p for n, p in model.named_parameters() if "lora_" in n}
     for parameter in parts.values():
@@ -255,7 +255,7 @@ def test_feddpa_as_in_code_sends_no_gradient_through_the_global_branch() -> None
         return parts[f"{layer}.lora_B.{name}.weight"] @ parts[f"{layer}.lora_A.{name}.weight"]
 
     for cut_global in (False, True):
-        lora.mix(model, 1.5, 0.4, cut_global)
+        lora.mix(model, config, 0.4, cut_global)
         (found,) = torch.autograd.grad(model(x).square().sum(), own)
         z = x @ (first + 1.5 * (0.6 * change(0, "default") + 0.4 * change(0, "local"))).T
         beside = z.detach() if cut_global else z

@@ -16,12 +16,9 @@ from consilium.strategies.fedhomolora import FedHomoLoRA
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.flexlora import FlexLoRA
 from consilium.strategies.flora import FLoRA
-from consilium.strategies.heterogeneous_ranks.exact_server import global_updates
-from consilium.strategies.heterogeneous_ranks.layer_factors import factors, shapes
-from consilium.strategies.heterogeneous_ranks.ranks import Tier, UnequalRanks
 from consilium.strategies.hetlora import HetLoRA
-from consilium.strategies.strategy import ServerState, SiteResult
-from consilium.strategies.trainer import LocalStep
+from consilium.strategies.strategy import LocalStep, ServerState, SiteResult
+from consilium.strategies.unequal_ranks import Tier, UnequalRanks, factors, global_updates, shapes
 from tests.strategies.unequal import LAYERS, TIERS, answer, initial, play, product, products
 
 SITES = [f"site-{i}" for i in range(6)]

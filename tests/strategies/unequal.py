@@ -4,9 +4,8 @@ import torch
 
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.server.aggregation import RoundAggregate
-from consilium.strategies.heterogeneous_ranks.layer_factors import factors, shapes
-from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
 from consilium.strategies.strategy import Role, ServerState
+from consilium.strategies.unequal_ranks import UnequalRanks, factors, shapes
 from tests.strategies.scripted import update_of
 
 LAYERS = {"model.layers.0.q_proj": (9, 7), "model.layers.1.q_proj": (6, 8)}

@@ -17,8 +17,7 @@ from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.study.definition import load
 from consilium.study.preflight import Planned, Planner
 from consilium.study.records import CellRecord, cell_lock, current_record
-from consilium.study.run_cell import record_failure, run_cell, running_record
-from consilium.study.runner import run_study
+from consilium.study.runner import record_failure, run_cell, run_study, running_record
 from tests.conftest import run
 from tests.study.conftest import MakeStudy
 

@@ -16,11 +16,11 @@ from consilium import strategies as package
 from consilium.config.code_digest import strategy_code_digest
 from consilium.config.site import Given
 from consilium.core.errors import ConfigError
-from consilium.report.run_record import KEPT, cell_folder, orphaned_cells, save_cells, study_cells
+from consilium.report.run_record import LIST, cell_folder, orphaned_cells, save_cells, study_cells
 from consilium.study.definition import Cell, Study, load
 from consilium.study.preflight import Planned, Planner
 from consilium.study.records import CellRecord, current_record
-from consilium.study.run_cell import is_finished, run_cell, running_record as begun_record, swap_stored_run
+from consilium.study.runner import is_finished, run_cell, running_record as begun_record, swap_stored_run
 from tests.conftest import run
 from tests.recipes.conftest import write_distribution
 from tests.report.pages import Page
@@ -34,7 +34,7 @@ RATES = {"A": {"training.lr": 0.5}, "B": {"training.lr": 0.25}}
 
 def begun(study: Study) -> Study:
     """Return a study as `study run` leaves it that was told to keep its cells."""
-    save_cells(study.workspace, study.title, {cell.id: cell.labels for cell in study.cells()})
+    save_cells(study.workspace, {cell.id: cell.labels for cell in study.cells()})
     return study
 
 
@@ -78,39 +78,16 @@ def test_a_workspace_that_does_not_say_names_both_runs_of_one_name(study_file: M
     done(old, 0.25)
     done(new, 0.75)
     first, second = sorted((old.id, new.id))
-    told = f"method=A is two runs, cells/{first} and cells/{second}, of two forms of a study or of two studies; run `consilium"
+    told = f"method=A is the name of cells/{first} and cells/{second}; give the folder of one"
     with pytest.raises(ConfigError, match=told):
         cell_folder(tmp_path / "w/method=A")
     shutil.rmtree(old.folder)
     assert cell_folder(tmp_path / "w/method=A") == new.folder
 
 
-def test_runs_of_two_studies_in_a_workspace_are_named_by_their_study(
-    study_file: MakeStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    w = tmp_path / "runs/studies/tiny"
-    one = begun(load(study_file(axes={"method": {"A": RATES["A"]}}), workspace=w))
-    file = shutil.copy(study_file(axes={"method": {"A": RATES["B"]}}), tmp_path / "fair.yaml")
-    other = begun(load(file, workspace=w))
-    for study in (one, other):
-        done(study.cells()[0], 0.5)
-    with pytest.raises(
-        ConfigError, match=f"method=A is a run of several studies; give {w}/tiny/method=A or {w}/fair/method=A$"
-    ):
-        cell_folder(w / "method=A")
-    assert cell_folder(w / "tiny/method=A") == one.cells()[0].folder
-    assert cell_folder(w / "fair/method=A") == other.cells()[0].folder
-    monkeypatch.chdir(tmp_path)
-    (w / KEPT).write_text(json.dumps({"tiny": json.loads((w / KEPT).read_text())["tiny"]}))
-    assert cell_folder(Path("tiny.yaml/method=A")).resolve() == one.cells()[0].folder
-
-
 def test_show_and_compare_name_the_cell_and_the_folder(
     study_file: MakeStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = study_file(axes={"method": {"A": RATES["A"], "FedSCA": {"strategy": "fedsca"}}})
-    assert run(monkeypatch, "study", "show", path, "--workspace", tmp_path / "w") == 2
-    assert "method=FedSCA: " in capsys.readouterr().err
     path = study_file(axes={"method": RATES})
     assert run(monkeypatch, "compare", path, "--workspace", tmp_path / "w") == 2
     said = " ".join(capsys.readouterr().err.split())
@@ -125,19 +102,15 @@ def test_cells_are_called_as_the_study_calls_them_now_and_in_its_order(study_fil
     assert [cell.name for cell in study_cells(tmp_path / "w")] == ["rate=quarter", "rate=half"]
 
 
-def test_studies_that_share_a_workspace_keep_their_own_and_damage_is_as_nothing(study_file: MakeStudy, tmp_path: Path) -> None:
-    path, w = study_file(axes={"method": RATES}), tmp_path / "w"
-    one = begun(load(path, workspace=w))
-    other = load(shutil.copy(study_file(axes={"lr": {"training.lr": [2]}}), tmp_path / "other.yaml"), workspace=w)
-    begun(other)
-    for cell in (*one.cells(), *other.cells()):
+def test_a_damaged_list_of_cells_is_as_none(study_file: MakeStudy, tmp_path: Path) -> None:
+    study = begun(load(study_file(axes={"method": RATES}), workspace=tmp_path / "w"))
+    for cell in study.cells():
         done(cell, 0.5)
-    assert [cell.name for cell in study_cells(w)] == ["method=A", "method=B", "lr=2"]
-    assert orphaned_cells(w, one.title, ["x"]) == sorted(cell.folder for cell in one.cells())
-    assert orphaned_cells(w, "third", []) == []
-    for damaged in ("{", "[]", '{"tiny": 3}', '{"tiny": {"axes": ["seed"], "cells": {"a": {}}}}', '{"tiny": {"a": {"b": 1}}}'):
-        (w / KEPT).write_text(damaged)
-        assert {cell.name for cell in study_cells(w)} == {"method=A", "method=B", "lr=2"}
+    (left,) = orphaned_cells(study.workspace, [study.cells()[0].id])
+    assert left == study.cells()[1].folder
+    for damaged in ("{", "[]", '{"a": 3}', '{"a": {"b": 1}}'):
+        (study.workspace / LIST).write_text(damaged)
+        assert {cell.name for cell in study_cells(study.workspace)} == {"method=A", "method=B"}
 
 
 def test_a_run_keeps_all_cells_of_its_study(study_file: MakeStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +118,7 @@ def test_a_run_keeps_all_cells_of_its_study(study_file: MakeStudy, tmp_path: Pat
     monkeypatch.setattr("consilium.cli.study.run_study", lambda cells, *_: {one.cell.id: CellRecord("done") for one in cells})
     assert run(monkeypatch, "study", "run", path, "--workspace", w, "--only", "method=A") == 0
     cells = {cell.id: cell.labels for cell in load(path, workspace=w).cells()}
-    assert json.loads((w / KEPT).read_text()) == {"tiny": cells}
+    assert json.loads((w / LIST).read_text()) == cells
     assert len(cells) == 4
 
 
@@ -247,7 +220,7 @@ def test_a_part_by_other_code_is_set_aside_and_begins_anew_unasked(
             log.write(planned.code)
         raise end
 
-    monkeypatch.setattr("consilium.study.run_cell.simulate_cell", simulate)
+    monkeypatch.setattr("consilium.study.runner.simulate_cell", simulate)
     first = planned("old")
     for _ in range(2):  # by the same code it goes on
         with suppress(Gone):

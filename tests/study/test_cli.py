@@ -7,9 +7,6 @@ from pathlib import Path
 import pytest
 
 from consilium.cli import study
-from consilium.estimates.communication import own_cost
-from consilium.federation.job import assemble_job
-from consilium.study.definition import load
 from consilium.study.records import CellRecord
 from tests.conftest import JOBS, run
 from tests.study.conftest import MakeStudy
@@ -53,21 +50,6 @@ def test_a_study_that_leaves_no_cell_is_one_line(
     said = " ".join(capsys.readouterr().err.split())
     assert "axes and exclude leave no cell; leave some values in" in said
     assert "Traceback" not in said
-
-
-def test_bytes_are_rounds_times_sites_times_what_cost_says(
-    study_file: MakeStudy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = study_file(axes={"method": METHODS}, set={"sites": 5, "training.rounds": 7})
-    assert run(monkeypatch, "study", "show", path, "--format", "json") == 0
-    counted = [cell["bytes"] for cell in json.loads(capsys.readouterr().out)["cells"]]
-    own, other = (own_cost(assemble_job(cell.load(), cell.base)) for cell in load(path).cells())
-    assert (own.strategy, other.strategy) == ("fedit", "ffa_lora")
-    joining = [0, 4 * (own.up - other.up)]  # ffa_lora's A travels once, with the first B
-    assert counted == [
-        5 * (7 * (one.bytes_up + one.bytes_down) + more) for one, more in zip((own, other), joining, strict=True)
-    ]
-    assert counted[1] < counted[0]
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,11 @@ import pytest
 from consilium.cli.options import TFLOPS, gpu_hours
 from consilium.cli.study_list import hours_text
 from consilium.config.site import Given
+from consilium.report.untrusted_files import read_json
 from consilium.study.definition import Cell, Size, load
 from consilium.study.preflight import Planner
-from consilium.study.records import read_flops_cache
-from consilium.study.run_cell import run_cell
+from consilium.study.records import CACHE
+from consilium.study.runner import run_cell
 from tests.conftest import JOBS
 
 STUDIES = sorted((JOBS / "studies").glob("*.yaml"))
@@ -85,7 +86,7 @@ def test_the_page_lists_the_studies_of_papers_with_their_gpu_hours() -> None:
     }
     assert {name for name in stems if re.match(r"(iat|fedsca|fedhera|deer)_(table|figure|choose)", name)} == set(rows)
     for name in rows:
-        one = read_flops_cache(JOBS / "studies")[name]
+        one = read_json(JOBS / "studies" / CACHE)[name]
         hours = float(f"{gpu_hours(one['flops'], TFLOPS):.2g}")
         assert ("< 0.01" if hours < 0.01 else f"{hours:,g}") in rows[name].split("|")[4].strip().split(", "), name
 

@@ -1,7 +1,6 @@
 """What a study shows: in 80 columns, in a pipe, and when it will be done."""
 
 import io
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from consilium.report.tables import terminal_table
 from consilium.study.definition import load
 from consilium.study.preflight import Planned
 from consilium.study.records import CellRecord
-from consilium.study.view import OFTEN, StudyView, cells_table
+from consilium.study.runner import LINE_EVERY, StudyView, cells_table
 from tests.study.conftest import MakeStudy
 
 METHODS = {"a method with quite a long name " + c: {"training.lr": 1 / n} for n, c in enumerate("abcdefgh", 2)}
@@ -33,7 +32,7 @@ def printed(width: int, terminal: bool, show: Any) -> str:
 
 def test_the_view_fits_80_columns_whatever_names_and_cells(study_file: MakeStudy, tmp_path: Path) -> None:
     cells = planned(study_file, tmp_path, seeds=9)
-    view = StudyView(Console(width=80, file=io.StringIO()), "tiny", cells, workers=2)
+    view = StudyView(Console(width=80, file=io.StringIO()), "tiny", cells)
     for one, record in zip(cells, [CellRecord("done", seconds=60.0)] * 5 + [CellRecord("failed", "why")], strict=False):
         view(one, record)
     view(cells[6], (0.5, "round 2/4"))
@@ -43,63 +42,58 @@ def test_the_view_fits_80_columns_whatever_names_and_cells(study_file: MakeStudy
         assert told in text
 
 
-def test_in_a_pipe_every_end_is_a_line_and_the_eta_is_by_finished_cells(study_file: MakeStudy, tmp_path: Path) -> None:
-    """4 cells, two workers: after one of 100 s three are left, 150 s for two workers; after two of 100 and 40 s, 70 s."""
+def test_in_a_pipe_every_end_is_a_line(study_file: MakeStudy, tmp_path: Path) -> None:
     cells = [one for one in planned(study_file, tmp_path, seeds=1)][:4]
     console = Console(file=io.StringIO(), width=80)
-    view = StudyView(console, "tiny", cells, workers=2)
+    view = StudyView(console, "tiny", cells)
     view(cells[0], CellRecord("done", seconds=100.0))
     view(cells[1], CellRecord("locked"))
     view(cells[1], CellRecord("locked"))
     view(cells[1], CellRecord("done", seconds=40.0))
     view(cells[2], CellRecord("failed", "no \x1b[31mdisk"))
     names = [one.cell.display_name for one in cells]
-    assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
-        f"1/4 {names[0]}: done in 1.7 min, ETA 2.5 min",
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert [line.partition(", ETA")[0] for line in lines] == [
+        f"1/4 {names[0]}: done in 1.7 min",
         f"{names[1]}: another process runs this cell; waiting",
-        f"2/4 {names[1]}: done in 40.0 s, ETA 70.0 s",
+        f"2/4 {names[1]}: done in 40.0 s",
         f"3/4 {names[2]}: failed: no \\x1b[31mdisk",
     ]
 
 
-def test_eta_of_a_resumed_cell_counts_its_own_rounds(
-    study_file: MakeStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By hand: a cell goes on at half of its rounds and does a quarter of them in 100 s; a whole cell takes 400 s."""
-    cells = planned(study_file, tmp_path, seeds=1)[:2]
-    view = StudyView(Console(file=io.StringIO()), "tiny", cells, workers=1)
-    now = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+def test_eta_counts_what_is_done_since_the_first_report(study_file: MakeStudy, tmp_path: Path) -> None:
+    """By hand: a resumed cell goes on at half of its rounds and does a quarter in 100 s; 1.25 of two cells are left."""
+    cells, now = planned(study_file, tmp_path, seeds=1)[:2], [1000.0]
+    view = StudyView(Console(file=io.StringIO()), "tiny", cells)
+    view.update_bar(0, "").get_time = lambda: now[0]
     view(cells[0], (0.5, "round 3/4"))
-    assert view.eta() == ""
+    assert view.eta == ""
     now[0] += 100
     view(cells[0], (0.75, "round 4/4"))
-    assert view.eta() == "8.3 min"  # 1.25 cells
+    assert view.eta == "ETA 8.3 min"
+    view(cells[0], CellRecord("done"))
+    view(cells[1], CellRecord("done"))
+    assert view.eta == ""
 
 
 def test_in_a_pipe_running_cells_are_a_line_now_and_then(
     study_file: MakeStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cells, console = planned(study_file, tmp_path, seeds=1)[:2], Console(file=io.StringIO(), width=80)
-    view = StudyView(console, "tiny", cells, workers=2)
+    view = StudyView(console, "tiny", cells)
     view(cells[0], (0.01, "round 1/4"))
-    monkeypatch.setattr(view, "said_at", view.said_at - OFTEN)
+    monkeypatch.setattr(view, "said_at", view.said_at - LINE_EVERY)
     view(cells[0], (0.02, "round 2/4"))
     view(cells[0], (0.03, "round 2/4"))
-    assert console.file.getvalue() == f"0/2 {cells[0].cell.display_name}: round 2/4\n"  # type: ignore[attr-defined]
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert said.startswith(f"0/2 {cells[0].cell.display_name}: round 2/4, ETA ")
+    assert said.count("\n") == 1
 
 
 def test_the_table_of_cells_fits_and_tells_each(study_file: MakeStudy, tmp_path: Path) -> None:
     cells = [one.cell for one in planned(study_file, tmp_path, seeds=2)]
     records = {cell.id: CellRecord("done", seconds=3600.0) for cell in cells}
-    text = printed(80, False, terminal_table(cells_table("t", cells, records, {cell.id: 5 * 2**19 for cell in cells}), 80))
+    text = printed(80, False, terminal_table(cells_table("t", cells, records), 80))
     assert max(map(cell_len, text.splitlines())) <= 80
-    assert text.count("2.50") == len(cells)
+    assert text.count("60.0 min") == len(cells)
     assert all(cell.id in text for cell in cells)
-
-
-def test_the_column_of_bytes_names_the_number_of_sites(study_file: MakeStudy, tmp_path: Path) -> None:
-    cells = [one.cell for one in planned(study_file, tmp_path, seeds=2)]
-    records = {cell.id: CellRecord("waiting") for cell in cells}
-    for sites, heading in (([3, 3], "MiB, 3 sites"), ([2, 5], "MiB, 2–5 sites"), ([1], "MiB, 1 site"), ([0], "MiB")):
-        assert cells_table("t", cells, records, {}, sites).columns[-2].heading == heading

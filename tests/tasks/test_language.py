@@ -17,7 +17,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import DataError
 from consilium.data.datalist import DataList
 from consilium.data.text import Text
-from consilium.federation.job import assemble_job, build_model
+from consilium.federation.job import build_model
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
 from consilium.tasks.language import LanguageConfig, metric_names
 from consilium.tasks.language.task import LanguageTask, token_losses
@@ -210,11 +210,9 @@ def test_written_answers_do_not_depend_on_their_batch() -> None:
     texts = [text("What does the heart do?", "x"), text("Write the word before the colon.", "x"), text("Say it again.", "x")]
     task = make_task(*texts, max_new_tokens=6)
     assert task.predict(model, "test", 1) == task.predict(model, "test", 3)
-    assert task._batch_dependent is False
 
 
 ALONE: dict[str, dict[str, object]] = {
-    "rwkv": {"hidden_size": 32, "num_hidden_layers": 2, "attention_hidden_size": 32},
     "bart": {
         "d_model": 32,
         "decoder_layers": 2,
@@ -227,7 +225,7 @@ ALONE: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("kind", sorted(ALONE))
 def test_a_model_that_minds_who_is_beside_answers_one_by_one(kind: str) -> None:
-    """RWKV reads the padding and mixes rows up, and BART's decoder counts the padding."""
+    """BART's decoder counts the padding."""
     torch.manual_seed(0)
     config = {"model_type": kind, "vocab_size": len(TOKENIZER), **ALONE[kind]}
     model: Any = build_causal_lm("folder", None, config, weights=False)
@@ -238,21 +236,9 @@ def test_a_model_that_minds_who_is_beside_answers_one_by_one(kind: str) -> None:
     sizes, generate = list[int](), model.generate
     model.generate = lambda **given: sizes.append(len(given["input_ids"])) or generate(**given)
     together = task.predict(model, "test", 4)
-    assert sizes == [1, 2] + [1] * 5
+    assert sizes == [1] * 5
     assert len(set(together)) == 3
     assert together == task.predict(model, "test", 1)
-
-
-def test_prompts_of_one_length_tell_nothing_of_who_minds_the_padding() -> None:
-    torch.manual_seed(0)
-    config = {"model_type": "bart", "vocab_size": len(TOKENIZER), **ALONE["bart"]}
-    model: Any = build_causal_lm("folder", None, config, weights=False)
-    task = make_task(*[text("word", "x")] * 3, max_new_tokens=2)
-    task.predict(model, "test", 3)
-    assert task._batch_dependent is None
-    task = make_task(text("word", "x"), text("word word word", "x"), max_new_tokens=2)
-    task.predict(model, "test", 2)
-    assert task._batch_dependent is True
 
 
 def test_labels_are_predicted_by_the_first_one_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,16 +308,6 @@ def test_what_a_record_s_score_is_of() -> None:
         task.evaluate(Uniform(), "test", 1, full=True)
         assert task.scored is not None
         assert (task.scored.score, task.scored.lower) == (said, True)
-
-
-def test_labels_that_no_score_reads_are_named_once_for_the_job(caplog: pytest.LogCaptureFixture) -> None:
-    """A hundred sites of a simulation would otherwise each say it."""
-    config = small_text()
-    config = config.model_copy(update={"task": config.task.model_copy(update={"evaluate": "loss"})})
-    wanted = "task.labels is not read where task.evaluate is loss; use options or label to score by it"
-    assert assemble_job(config).warnings == (wanted,)
-    make_task(text("q", "yes"), labels=["yes", "no"])
-    assert not caplog.text
 
 
 def test_records_without_a_label_or_final_answer_are_refused() -> None:

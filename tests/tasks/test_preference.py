@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from consilium.adapters import adapter_state, lora
+from consilium.adapters.kinds import LoraConfig
 from consilium.core.errors import ConfigError, UnfitError
 from consilium.core.schema import validate
 from consilium.data.datalist import DataList, Loading
 from consilium.data.text import Text
+from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
-from consilium.models.registry import TargetSet
 from consilium.tasks.language import LanguageConfig, metric_names
 from consilium.tasks.language.task import LanguageTask
 from tests.adapters.test_lora import randomize
@@ -34,7 +35,7 @@ def task_of(*texts: Text, quiet: bool = False, **options: Any) -> LanguageTask:
 
 def adapted(seed: int = 0) -> Any:
     model = build_causal_lm("tiny", None)
-    lora.inject(model, 2, 4, TargetSet(r".*\.(q_proj|v_proj)"))
+    lora.inject(model, LoraConfig(rank=2, alpha=4, targets=r".*\.(q_proj|v_proj)"), CAUSAL_LM)
     randomize(model)
     return model
 
@@ -94,7 +95,7 @@ def test_the_scores_are_of_each_record() -> None:
 def test_the_base_prefers_nothing() -> None:
     """Its rewards are 0 whether its adapter is new or switched off, also within a block that has switched it off before."""
     fresh = build_causal_lm("tiny", None)
-    lora.inject(fresh, 2, 4, TargetSet(r".*\.(q_proj|v_proj)"))
+    lora.inject(fresh, LoraConfig(rank=2, alpha=4, targets=r".*\.(q_proj|v_proj)"), CAUSAL_LM)
     task = task_of(*PAIRS)
     assert task.evaluate(fresh, "test", 2)["loss"] == pytest.approx(math.log(2), abs=1e-6)
     trained = adapted()

@@ -11,11 +11,12 @@ from PIL import Image
 from torch import Tensor
 
 from consilium.adapters import adapter_state, lora
+from consilium.adapters.kinds import LoraConfig
 from consilium.core.errors import ConfigError, DataError
 from consilium.data.text import Text, read_texts
 from consilium.models.causal_lm.network import load_tokenizer
 from consilium.models.registry import MODELS
-from consilium.models.vision_language.image_inputs import PictureTokens, qwen_patches
+from consilium.models.vision_language.network import PictureTokens, qwen_patches
 from consilium.tasks.registry import TASKS
 from consilium.tasks.report.task import SeeingEncoder
 from tests.models.classes import SIDE, SPEAKING, Made, kinds, make, write_records
@@ -70,7 +71,7 @@ def test_a_model_by_folder_learns_writes_and_is_what_transformers_and_peft_have(
     ids = batch["input_ids"][0].tolist()
     start = ids.index(SHOWN[kind][0])
     assert ids[start : start + len(SHOWN[kind])] == SHOWN[kind]
-    lora.inject(model, 2, 4.0, base.target("paper"))
+    lora.inject(model, LoraConfig(rank=2, alpha=4.0, targets="paper"), base)
     assert len(adapter_state.tensors(model)) == 2 * 6  # q, k, v of two blocks of the language tower
     assert all("language_model" in name for name in adapter_state.tensors(model))
     first = float(task.loss(model, batch))

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from consilium.data.datalist import read_datalist
 from consilium.data.settings import PictureSettings
-from consilium.tasks.segmentation import SEGMENTATION, SegmentationConfig, task as task_module
+from consilium.tasks.segmentation import SEGMENTATION, SegmentationConfig, SegmentationScoresConfig, task as task_module
 from consilium.tasks.segmentation.prompts import boxes, points
-from consilium.tasks.segmentation.scores import SegmentationScoresConfig
 from consilium.tasks.segmentation.task import DRAWN, SegmentationTask
 from consilium.tasks.segmentation.unit_scores import overlap_counts, overlaps
 from consilium.training.loop import batches

@@ -10,8 +10,7 @@ import torch
 from nibabel.orientations import ornt_transform
 from scipy.ndimage import binary_erosion, distance_transform_edt
 
-from consilium.tasks.segmentation import SEGMENTATION, SegmentationConfig
-from consilium.tasks.segmentation.scores import SegmentationScoresConfig
+from consilium.tasks.segmentation import SEGMENTATION, SegmentationConfig, SegmentationScoresConfig
 from consilium.tasks.segmentation.unit_scores import Plane, Units, dice_loss, distances
 from tests.tasks.scoring import evaluated, picture, task_of, volume
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from consilium.config.job import TrainingConfig
 from consilium.core.errors import ConsiliumError
 from consilium.privacy.dpsgd import DpSgd
-from consilium.strategies.trainer import LocalStep
+from consilium.strategies.strategy import LocalStep
 from consilium.training.device import autocast, pick_device
 from consilium.training.loop import make_optimizer, train
 

@@ -45,8 +45,7 @@ def test_reports_are_learned_asked_and_handed_on(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.slow
 def test_a_vision_encoder_is_learned_and_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = {"name": "vision", "zero_shot": "a picture of {}"}
-    job = _job(tmp_path, "clip", CLASSIFIERS["clip"], model, {"name": "classification", "classes": ["a", "b"]})
+    job = _job(tmp_path, "clip", CLASSIFIERS["clip"], {"name": "vision"}, {"name": "classification", "classes": ["a", "b"]})
     for site in ("site-1", "site-2"):
         folder = write_records(tmp_path / "data" / site)
         parts = {"training": (0, 1), "validation": (2,), "test": (3,)}

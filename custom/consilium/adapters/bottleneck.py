@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from consilium.adapters import adapter_state
 from consilium.adapters.kinds import BottleneckConfig
 from consilium.adapters.names import PLACES, bottleneck_count
-from consilium.adapters.registry import Decoder, Shapes
+from consilium.adapters.registry import Shapes
 from consilium.adapters.trained_base_parameters import decoder_names
 from consilium.core.errors import ConfigError
 from consilium.core.storage import write_atomic
 from consilium.models.registry import ModelKind
+from consilium.models.weight_files import save_tensors
 
 PARALLEL_SCALE = 0.5
 
@@ -44,15 +44,15 @@ class Bottleneck(adapter_state.AdapterModule):
         return x + changed if self.skip else PARALLEL_SCALE * changed
 
 
-def shapes(model: nn.Module, width: int | None) -> Shapes:
-    """Return the adapters' shapes; `width`: hidden features, by default a quarter of the block's.
+def shapes(model: nn.Module, config: BottleneckConfig, base: ModelKind) -> Shapes:
+    """Return the adapters' shapes.
 
     Raises ConfigError for a model without SAM's image encoder, or an adapter that is too large.
     """
     found: Shapes = {}
     for number, block in enumerate(_blocks(model)):
         size = block.norm1.normalized_shape[0]
-        inner = width or size // 4
+        inner = config.width or size // 4
         for place in PLACES:
             name = f"image_encoder.blocks.{number}.{place}"
             found |= {f"{name}.down.weight": (inner, size), f"{name}.down.bias": (inner,)}
@@ -68,15 +68,15 @@ def _blocks(model: nn.Module) -> Any:
     return blocks
 
 
-def inject(model: nn.Module, width: int | None, decoder: Decoder = "freeze") -> None:
-    """Freeze `model` and add three bottlenecks to every block of its image encoder; the mask `decoder` may train too.
+def inject(model: nn.Module, config: BottleneckConfig, base: ModelKind) -> None:
+    """Freeze `model` and add three bottlenecks to every block of its image encoder; the mask decoder may train too.
 
-    `width`: hidden features, by default a quarter of the block's. Raises ConfigError in the cases that `shapes` names.
+    Raises ConfigError in the cases that `shapes` names.
     """
-    names = list(shapes(model, width))
+    names = list(shapes(model, config, base))
     for block in _blocks(model):
-        _hook_adapters(block, block.norm1.normalized_shape[0], width)
-    adapter_state.freeze_base(model, names, decoder_names(model, decoder))
+        _hook_adapters(block, block.norm1.normalized_shape[0], config.width)
+    adapter_state.freeze_base(model, names, decoder_names(model, config.decoder))
 
 
 def _hook_adapters(block: Any, features: int, width: int | None) -> None:
@@ -89,31 +89,14 @@ def _hook_adapters(block: Any, features: int, width: int | None) -> None:
     block.mlp.register_forward_hook(lambda module, args, output: block.adapter_output(output) + block.adapter_mlp(args[0]))
 
 
-def save(folder: Path, values: Mapping[str, Tensor], base: str) -> None:
+def export(folder: Path, values: Mapping[str, Tensor], config: BottleneckConfig, base: ModelKind, name: str) -> None:
     """Write adapter.safetensors and adapter.json. PEFT has no format for bottlenecks."""
-    folder.mkdir(parents=True, exist_ok=True)
     about = {
         "kind": "bottleneck",
-        "base": base,
+        "base": name,
         "adapters": bottleneck_count(values),
         "places": PLACES,
         "parallel_scale": PARALLEL_SCALE,
     }
+    save_tensors(folder / "adapter.safetensors", values)
     write_atomic(folder / "adapter.json", json.dumps(about, indent=1).encode())
-    save_file({n: t.detach().cpu().contiguous() for n, t in values.items()}, folder / "adapter.safetensors")
-
-
-def _shapes(model: nn.Module, config: BottleneckConfig, base: ModelKind) -> Shapes:
-    return shapes(model, config.width)
-
-
-def _inject(model: nn.Module, config: BottleneckConfig, base: ModelKind) -> None:
-    inject(model, config.width, config.decoder)
-
-
-def _export(folder: Path, values: Mapping[str, Tensor], config: BottleneckConfig, base: ModelKind, name: str) -> None:
-    save(folder, values, name)
-
-
-def _trainable_base(model: nn.Module, config: BottleneckConfig) -> list[str]:
-    return decoder_names(model, config.decoder)

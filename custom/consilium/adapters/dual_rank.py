@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from consilium.adapters import adapter_state, lora
 from consilium.adapters.kinds import DualRankConfig, LoraConfig
 from consilium.adapters.names import GATE, TAIL, factor, is_frozen_part, is_head, prepare_linear_layers
-from consilium.adapters.registry import Decoder, Shapes
-from consilium.adapters.trained_base_parameters import decoder_names, save_parameters
+from consilium.adapters.registry import Shapes
+from consilium.adapters.trained_base_parameters import decoder_names
 from consilium.core.errors import CheckpointError
-from consilium.models.registry import ModelKind, TargetSet
+from consilium.models.registry import ModelKind
+from consilium.models.weight_files import save_tensors
 
 
 class Products(torch.autograd.Function):
@@ -111,16 +112,13 @@ class DualRank(adapter_state.AdapterModule):
         """
         shapes = {name: tuple(tensor.shape) for name, tensor in values.items()}
         rank, tail = (shapes.get(name, (0,))[0] for name in ("lora_A", "tail_A"))
-        if {n: s for n, s in shapes.items() if n != GATE} != self._shapes(rank, tail):
-            wanted = f"lora_A (r, {self.base.in_features}) and lora_B ({self.base.out_features}, r)"
+        into, out = self.base.in_features, self.base.out_features
+        fitting = {"lora_A": (rank, into), "lora_B": (out, rank)}
+        fitting |= {"tail_A": (tail, into), "tail_B": (out, tail)} if tail else {}
+        if {n: s for n, s in shapes.items() if n != GATE} != fitting:
+            wanted = f"lora_A (r, {into}) and lora_B ({out}, r)"
             raise CheckpointError(f"adapter tensors {shapes}: do not fit a layer that takes {wanted}; same model for both?")
         self._allocate(rank, tail)
-
-    def _shapes(self, rank: int, tail: int) -> dict[str, tuple[int, int]]:
-        out, into = self.base.out_features, self.base.in_features
-        names = zip(("lora_A", "lora_B"), TAIL, strict=True)
-        (a, tail_a), (b, tail_b) = names
-        return {a: (rank, into), b: (out, rank)} | ({tail_a: (tail, into), tail_b: (out, tail)} if tail else {})
 
     def _allocate(self, rank: int, tail: int) -> None:
         make: dict[str, Any] = {"dtype": torch.float32, "device": self.base.weight.device}
@@ -137,28 +135,27 @@ class DualRank(adapter_state.AdapterModule):
         return self
 
 
-def shapes(model: nn.Module, rank: int, target: TargetSet) -> Shapes:
-    """Return the factors' shapes at the largest rank: `rank`, or the layer's smaller size if that is less.
+def shapes(model: nn.Module, config: LoraConfig | DualRankConfig, base: ModelKind) -> Shapes:
+    """Return the factors' shapes at the largest rank: the config's, or the layer's smaller size if that is less.
 
-    Raises ConfigError for a `target` that matches no layer, or an adapter that is too large.
+    Raises ConfigError for targets that match no layer, or an adapter that is too large.
     """
     found: Shapes = {}
-    for name, layer in prepare_linear_layers(model, target).items():
-        most = min(rank, layer.in_features, layer.out_features)
+    for name, layer in prepare_linear_layers(model, base.target(config.targets)).items():
+        most = min(config.rank, layer.in_features, layer.out_features)
         found |= {f"{name}.lora_A": (most, layer.in_features), f"{name}.lora_B": (layer.out_features, most)}
     adapter_state.check_size(sum(rows * columns for rows, columns in found.values()))
     return found
 
 
-def inject(
-    model: nn.Module, rank: int, scaling: float, target: TargetSet, dropout: float = 0.0, decoder: Decoder = "freeze"
-) -> None:
-    """Freeze `model` except its head and a `decoder` that trains; wrap every layer that `target` matches in a DualRank."""
-    ranks = {n.removesuffix(".lora_A"): shape[0] for n, shape in shapes(model, rank, target).items() if factor(n) == "A"}
+def inject(model: nn.Module, config: LoraConfig | DualRankConfig, base: ModelKind) -> None:
+    """Freeze `model` except its head and a decoder that trains; wrap every targeted layer in a DualRank."""
+    decoder = config.decoder if isinstance(config, LoraConfig) else "freeze"
+    ranks = {n.removesuffix(".lora_A"): shape[0] for n, shape in shapes(model, config, base).items() if factor(n) == "A"}
     for name, most in ranks.items():
-        base = model.get_submodule(name)
-        assert isinstance(base, nn.Linear)  # as `shapes` has found it
-        adapter_state.replace(model, name, DualRank(base, most, scaling, dropout))
+        layer = model.get_submodule(name)
+        assert isinstance(layer, nn.Linear)  # as `shapes` has found it
+        adapter_state.replace(model, name, DualRank(layer, most, config.product_scaling, config.dropout))
     adapter_state.freeze_base(model, [n for n, _ in model.named_parameters() if factor(n)], decoder_names(model, decoder))
 
 
@@ -181,42 +178,16 @@ def to_plain_lora(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return plain
 
 
-def save_peft(
-    folder: Path,
-    values: Mapping[str, Tensor],
-    scaling: float,
-    base: str,
-    target: TargetSet | None = None,
-    head_apart: bool = False,
-) -> None:
-    """Write a PEFT folder of plain LoRA with each layer at its own rank. Layers of rank 0 are left out.
+def export(folder: Path, values: Mapping[str, Tensor], config: LoraConfig | DualRankConfig, base: ModelKind, name: str) -> None:
+    """Write a PEFT folder of plain LoRA with each layer at its own rank, and a trained decoder beside it.
 
-    Layers that the `target` set has split are fused again, so that the folder fits the unchanged base.
+    Layers of rank 0 are left out. Layers that the target set has split are fused again, so that the folder fits the unchanged
+    base.
     """
-    plain = to_plain_lora(values)
-    plain = target.fuse(plain) if target and target.fuse else plain
-    empty = {name.rpartition(".")[0] for name, tensor in plain.items() if factor(name) and not tensor.numel()}
-    kept = {name: tensor for name, tensor in plain.items() if name.rpartition(".")[0] not in empty}
-    lora.save_peft(folder, kept, 1, scaling, base, head_apart=head_apart)
-
-
-def _shapes(model: nn.Module, config: DualRankConfig, base: ModelKind) -> Shapes:
-    return shapes(model, config.rank, base.target(config.targets))
-
-
-def _inject(model: nn.Module, config: DualRankConfig, base: ModelKind) -> None:
-    inject(model, config.rank, config.scaling, base.target(config.targets), config.dropout)
-
-
-def _export(folder: Path, values: Mapping[str, Tensor], config: DualRankConfig, base: ModelKind, name: str) -> None:
-    save_peft(folder, values, config.scaling, name, base.targets.get(config.targets), base.head_apart)
-
-
-def _inject_tailed(model: nn.Module, config: LoraConfig, base: ModelKind) -> None:
-    inject(model, config.rank, config.product_scaling, base.target(config.targets), config.dropout, config.decoder)
-
-
-def _export_tailed(folder: Path, values: Mapping[str, Tensor], config: LoraConfig, base: ModelKind, name: str) -> None:
     own = {n: t for n, t in values.items() if factor(n) or is_head(n) or is_frozen_part(n)}
-    save_peft(folder, own, config.product_scaling, name, base.targets.get(config.targets), base.head_apart)
-    save_parameters(folder / "decoder.safetensors", {n: t for n, t in values.items() if n not in own})
+    plain, target = to_plain_lora(own), base.targets.get(config.targets)
+    plain = target.fuse(plain) if target and target.fuse else plain
+    empty = {n.rpartition(".")[0] for n, tensor in plain.items() if factor(n) and not tensor.numel()}
+    kept = {n: tensor for n, tensor in plain.items() if n.rpartition(".")[0] not in empty}
+    lora.save_peft(folder, kept, 1, config.product_scaling, name, head_apart=base.head_apart)
+    save_tensors(folder / "decoder.safetensors", {n: t for n, t in values.items() if n not in own})

@@ -116,47 +116,48 @@ class FullConfig(AdapterConfig):
     kind: Literal["full"]
 
 
+_DECODER = lazy(f"{PLACE}.trained_base_parameters:trainable_decoder")
 TAILED_LORA = AdapterKind(
     LoraConfig,
-    lazy(f"{PLACE}.lora:_shapes"),
-    lazy(f"{PLACE}.dual_rank:_inject_tailed"),
-    lazy(f"{PLACE}.dual_rank:_export_tailed"),
-    lazy(f"{PLACE}.lora:_trainable_base"),
+    lazy(f"{PLACE}.lora:shapes"),
+    lazy(f"{PLACE}.dual_rank:inject"),
+    lazy(f"{PLACE}.dual_rank:export"),
+    _DECODER,
     merge=lazy(f"{PLACE}.dual_rank:merge"),
 )
 """Plain LoRA at the job's one rank, whose layers can also hold a frozen tail."""
 LORA = AdapterKind(
     LoraConfig,
-    lazy(f"{PLACE}.lora:_shapes"),
-    lazy(f"{PLACE}.lora:_inject"),
-    lazy(f"{PLACE}.lora:_export"),
-    lazy(f"{PLACE}.lora:_trainable_base"),
-    scale=lazy(f"{PLACE}.lora:_scale"),
-    add_local=lazy(f"{PLACE}.lora:_add_local"),
-    mix=lazy(f"{PLACE}.lora:_mix"),
+    lazy(f"{PLACE}.lora:shapes"),
+    lazy(f"{PLACE}.lora:inject"),
+    lazy(f"{PLACE}.lora:export"),
+    _DECODER,
+    scale=lazy(f"{PLACE}.lora:scale"),
+    add_local=lazy(f"{PLACE}.lora:add_local"),
+    mix=lazy(f"{PLACE}.lora:mix"),
     merge=lazy(f"{PLACE}.lora:merge"),
     tailed=TAILED_LORA,
 )
 DUAL_RANK = AdapterKind(
     DualRankConfig,
-    lazy(f"{PLACE}.dual_rank:_shapes"),
-    lazy(f"{PLACE}.dual_rank:_inject"),
-    lazy(f"{PLACE}.dual_rank:_export"),
+    lazy(f"{PLACE}.dual_rank:shapes"),
+    lazy(f"{PLACE}.dual_rank:inject"),
+    lazy(f"{PLACE}.dual_rank:export"),
     merge=lazy(f"{PLACE}.dual_rank:merge"),
     unequal_ranks=True,
 )
 BOTTLENECK = AdapterKind(
     BottleneckConfig,
-    lazy(f"{PLACE}.bottleneck:_shapes"),
-    lazy(f"{PLACE}.bottleneck:_inject"),
-    lazy(f"{PLACE}.bottleneck:_export"),
-    lazy(f"{PLACE}.bottleneck:_trainable_base"),
+    lazy(f"{PLACE}.bottleneck:shapes"),
+    lazy(f"{PLACE}.bottleneck:inject"),
+    lazy(f"{PLACE}.bottleneck:export"),
+    _DECODER,
 )
 FULL = AdapterKind(
     FullConfig,
-    lazy(f"{PLACE}.full:_shapes"),
-    lazy(f"{PLACE}.full:_inject"),
-    lazy(f"{PLACE}.full:_export"),
-    lazy(f"{PLACE}.full:_trainable_base"),
-    merge=lazy(f"{PLACE}.full:merge"),
+    lazy(f"{PLACE}.trained_base_parameters:no_shapes"),
+    lazy(f"{PLACE}.trained_base_parameters:train_whole"),
+    lazy(f"{PLACE}.trained_base_parameters:export_whole"),
+    lazy(f"{PLACE}.trained_base_parameters:whole_base"),
+    merge=lambda model: None,  # the trained parameters are already the base's own
 )

@@ -27,20 +27,22 @@ from consilium.adapters.names import (
     is_magnitude,
     prepare_linear_layers,
 )
-from consilium.adapters.registry import Decoder, Shapes
-from consilium.adapters.trained_base_parameters import DECODER, decoder_names, save_parameters
+from consilium.adapters.registry import Shapes
+from consilium.adapters.trained_base_parameters import DECODER, decoder_names
 from consilium.core.errors import ConfigError
 from consilium.models.registry import ModelKind, TargetSet, pattern_of
+from consilium.models.weight_files import HEAD_FILE, save_tensors
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
 
 
-HEAD_FILE = "head.safetensors"
+def shapes(model: nn.Module, config: LoraConfig, base: ModelKind) -> Shapes:
+    """Return the shapes of the factors and, for DoRA, of row lengths.
 
-
-def shapes(model: nn.Module, rank: int, target: TargetSet) -> Shapes:
-    """Return the factors' shapes. Raises ConfigError if the rank exceeds a layer's size or the adapter is too large."""
+    Raises ConfigError if the rank exceeds a layer's size, if the adapter is too large, or if targets do not fit the config.
+    """
+    target, rank = base.target(config.targets), config.rank
     found: Shapes = {}
     for name, layer in prepare_linear_layers(model, target).items():
         if rank > (most := min(layer.in_features, layer.out_features)):
@@ -48,38 +50,37 @@ def shapes(model: nn.Module, rank: int, target: TargetSet) -> Shapes:
             raise ConfigError(f"adapter.rank: {rank}: {name!r} is {size}; use at most {most}, or other targets")
         found |= {f"{name}.lora_A": (rank, layer.in_features), f"{name}.lora_B": (layer.out_features, rank)}
     adapter_state.check_size(sum(rows * columns for rows, columns in found.values()))
-    return found
+    if config.dora and target.fuse:
+        what = f"true: targets {config.targets!r} are parts of layers, whose rows have one length with the rest's"
+        raise ConfigError(f"adapter.dora: {what}; use targets paper")
+    if config.decoder != "freeze" and (twice := next((name for name in found if name.startswith(DECODER)), None)):
+        what = f"{config.targets!r} adapts {twice.rpartition('.')[0]!r}, which decoder: {config.decoder} trains whole"
+        raise ConfigError(f"adapter.targets: {what}; use encoder-qkv, or decoder: freeze")
+    rows = {n.removesuffix("lora_B"): shape[:1] for n, shape in found.items() if factor(n) == "B"} if config.dora else {}
+    return found | {f"{BASE}.{layer}{MAGNITUDE}{OWN}": shape for layer, shape in rows.items()}
 
 
-def inject(
-    model: nn.Module,
-    rank: int,
-    alpha: float,
-    target: TargetSet,
-    dropout: float = 0.0,
-    decoder: Decoder = "freeze",
-    dora: bool = False,
-) -> None:
-    """Freeze `model` except its head, and add LoRA in place to the layers of `target`; the mask `decoder` may train too.
+def inject(model: nn.Module, config: LoraConfig, base: ModelKind) -> None:
+    """Freeze `model` except its head, and add LoRA in place to the targeted layers; the mask decoder may train too.
 
     Raises ConfigError in the cases that `shapes` names.
     """
     from peft import inject_adapter_in_model
 
-    names = [name.removesuffix(".lora_A") for name in shapes(model, rank, target) if factor(name) == "A"]
+    names = [name.removesuffix(".lora_A") for name in shapes(model, config, base) if factor(name) == "A"]
     whole = "|".join(map(re.escape, names))  # PEFT would match a list of names by their endings too
-    inject_adapter_in_model(_peft_config(rank, alpha, whole, dropout, dora), model)
+    inject_adapter_in_model(_peft_config(config.rank, config.plain_alpha, whole, config.dropout, config.dora), model)
     factors = [n for n, _ in model.named_parameters() if ".lora_A." in n or ".lora_B." in n]
     magnitudes = [f"{BASE}.{n}" for n, _ in model.named_parameters() if is_magnitude(n)]
-    adapter_state.freeze_base(model, factors, [*decoder_names(model, decoder), *magnitudes])
+    adapter_state.freeze_base(model, factors, [*decoder_names(model, config.decoder), *magnitudes])
 
 
-def set_scaling(model: nn.Module, value: float) -> None:
-    """Set the factor on B A in every layer. Without a call it is alpha / rank."""
+def scale(model: nn.Module, config: LoraConfig, factor: float) -> None:
+    """Set the factor on B A in every layer to `factor` times the config's."""
     from peft.tuners.lora import LoraLayer
 
     for layer in adapter_state.modules_of(model, LoraLayer):
-        layer.scaling["default"] = value
+        layer.scaling["default"] = config.product_scaling * factor
 
 
 class PerSample:
@@ -99,7 +100,7 @@ class PerSample:
         return x * each.view(-1, *[1] * (x.ndim - 1))
 
 
-def add_local(model: nn.Module, rank: int, alpha: float, dropout: float) -> None:
+def add_local(model: nn.Module, config: LoraConfig) -> None:
     """Add a second, local adapter to the same layers. `mix` must be called to set its share."""
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
@@ -108,7 +109,8 @@ def add_local(model: nn.Module, rank: int, alpha: float, dropout: float) -> None
     whole = "|".join(map(re.escape, wrapped))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT warns that another adapter exists, which is intended here
-        inject_adapter_in_model(_peft_config(rank, alpha, whole, dropout), model, adapter_name="local")
+        own = _peft_config(config.rank, config.plain_alpha, whole, config.dropout)
+        inject_adapter_in_model(own, model, adapter_name="local")
     for module in wrapped.values():
         module.set_adapter(["default", "local"])
     adapter_state.add_names(model, [f"{name}.{local}" for name in wrapped for local in LOCAL.values()])
@@ -125,15 +127,15 @@ class WithoutGradient:
         return x.detach() * self.factor
 
 
-def mix(model: nn.Module, scaling: float, share: float | Tensor, cut_global: bool = False) -> None:
-    """Make every layer compute W x + scaling ((1 - share) B A x + share B' A' x).
+def mix(model: nn.Module, config: LoraConfig, share: float | Tensor, cut_global: bool = False) -> None:
+    """Make every layer compute W x + s ((1 - share) B A x + share B' A' x), with the config's factor s on products.
 
     `share`: one number, or (N,) with one per sample of a batch. `cut_global`: no gradient passes through B A x if the share is
     one number over 0.
     """
     from peft.tuners.lora import LoraLayer
 
-    parts: Any = {"default": scaling * (1 - share), "local": scaling * share}
+    parts: Any = {"default": config.product_scaling * (1 - share), "local": config.product_scaling * share}
     if isinstance(share, Tensor):
         parts = {name: PerSample(part) for name, part in parts.items()}
     elif cut_global and share:
@@ -170,7 +172,7 @@ def save_peft(
 
     folder.mkdir(parents=True, exist_ok=True)
     if head_apart:
-        save_parameters(folder / HEAD_FILE, {n.partition(".")[2]: t for n, t in values.items() if is_head(n)})
+        save_tensors(folder / HEAD_FILE, {n.partition(".")[2]: t for n, t in values.items() if is_head(n)})
         values = {n: t for n, t in values.items() if not is_head(n)}
     fused = target.fuse(values) if target and target.fuse else dict(values)
     ranks = {n.rpartition(".")[0]: t.shape[0] for n, t in fused.items() if n.endswith(".lora_A")}
@@ -192,48 +194,15 @@ def _peft_config(rank: int, alpha: float, targets: str, dropout: float, dora: bo
     return PeftConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=dropout, bias="none", use_dora=dora)
 
 
-def _shapes(model: nn.Module, config: LoraConfig, base: ModelKind) -> Shapes:
-    target = base.target(config.targets)
-    found = shapes(model, config.rank, target)
-    if config.dora and target.fuse:
-        what = f"true: targets {config.targets!r} are parts of layers, whose rows have one length with the rest's"
-        raise ConfigError(f"adapter.dora: {what}; use targets paper")
-    if config.decoder != "freeze" and (twice := next((name for name in found if name.startswith(DECODER)), None)):
-        what = f"{config.targets!r} adapts {twice.rpartition('.')[0]!r}, which decoder: {config.decoder} trains whole"
-        raise ConfigError(f"adapter.targets: {what}; use encoder-qkv, or decoder: freeze")
-    rows = {n.removesuffix("lora_B"): shape[:1] for n, shape in found.items() if factor(n) == "B"} if config.dora else {}
-    return found | {f"{BASE}.{layer}{MAGNITUDE}{OWN}": shape for layer, shape in rows.items()}
-
-
-def _inject(model: nn.Module, config: LoraConfig, base: ModelKind) -> None:
-    target = base.target(config.targets)
-    inject(model, config.rank, config.plain_alpha, target, config.dropout, config.decoder, config.dora)
-
-
-def _export(folder: Path, values: Mapping[str, Tensor], config: LoraConfig, base: ModelKind, name: str) -> None:
+def export(folder: Path, values: Mapping[str, Tensor], config: LoraConfig, base: ModelKind, name: str) -> None:
+    """See AdapterKind.export."""
     target = base.targets.get(config.targets)  # None for a user's regex, which may match more than linear layers
     if any(is_magnitude(n.removesuffix(CHANGE)) and n.endswith(CHANGE) for n in values):
-        save_parameters(folder / "adapter.safetensors", values)  # at a server, which has no base to add the changes to
+        save_tensors(folder / "adapter.safetensors", values)  # at a server, which has no base to add the changes to
         return
     own = {n: t for n, t in values.items() if factor(n) or is_head(n) or is_magnitude(n)}
     save_peft(folder, own, config.rank, config.plain_alpha, name, target, base.head_apart)
     if local := {n.replace(".local_", ".lora_"): t for n, t in values.items() if is_local(n)}:
         save_peft(folder / "local", local, config.rank, config.plain_alpha, name, target)
     rest = {n: t for n, t in values.items() if n not in own and not is_local(n)}
-    save_parameters(folder / "decoder.safetensors", rest)
-
-
-def _scale(model: nn.Module, config: LoraConfig, factor: float) -> None:
-    set_scaling(model, config.product_scaling * factor)
-
-
-def _trainable_base(model: nn.Module, config: LoraConfig) -> list[str]:
-    return decoder_names(model, config.decoder)
-
-
-def _add_local(model: nn.Module, config: LoraConfig) -> None:
-    add_local(model, config.rank, config.plain_alpha, config.dropout)
-
-
-def _mix(model: nn.Module, config: LoraConfig, share: float | Tensor, cut_global: bool) -> None:
-    mix(model, config.product_scaling, share, cut_global)
+    save_tensors(folder / "decoder.safetensors", rest)

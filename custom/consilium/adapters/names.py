@@ -22,7 +22,6 @@ import re2
 
 from consilium.core.errors import ConfigError
 from consilium.core.lazy import nn
-from consilium.models.custom_weight_access import architectures, reading_architecture
 from consilium.models.registry import TargetSet
 
 HEAD = "head"
@@ -135,7 +134,7 @@ def bottleneck_count(names: Iterable[str]) -> int:
 def prepare_linear_layers(model: nn.Module, target: TargetSet) -> dict[str, nn.Linear]:
     """Return the linear layers that `target` matches, by name, in the model's order. `target.prepare` is called first.
 
-    Raises ConfigError if no layer matches, if the pattern is invalid, or if the model's code reads a layer's weight directly.
+    Raises ConfigError if no layer matches, or if the pattern is invalid.
     """
     if target.prepare:
         target.prepare(model)
@@ -152,15 +151,6 @@ def prepare_linear_layers(model: nn.Module, target: TargetSet) -> dict[str, nn.L
         known = f"{', '.join(target.known)}, or " if target.known else ""
         what = "matches no linear layer of the model"
         raise ConfigError(f"adapter.targets: {wanted!r} {what}; use {known}a full regex")
-    # An adapter has no effect in a layer whose .weight the model's code reads directly instead of through forward().
-    kinds = architectures(model)
-    own = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
-    past = {name: kind for name in own if (kind := reading_architecture(name, kinds))}
-    if past:
-        rest = "|".join(name for name in own if name not in past)
-        remedy = rf"use the regex .*\.({rest})" if rest else "use other layers"
-        who = " and ".join(sorted({*past.values()}))
-        raise ConfigError(f"adapter.targets: {', '.join(past)}: {who}'s code reads such weights past an adapter; {remedy}")
     return linear
 
 

@@ -1,14 +1,21 @@
-"""Names and export file of base parameters that train beside an adapter or instead of one."""
+"""Base parameters that train beside an adapter (SAM's mask decoder) or instead of one (kind full).
+
+Full fine-tuning is the reference for adapters (FedAvg-F and FedProx-F in FedSCA's Table 3), and the choice for unet, which has
+no published weights to freeze.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from consilium.adapters.names import BASE
-from consilium.adapters.registry import Decoder
+from consilium.adapters import adapter_state
+from consilium.adapters.kinds import BottleneckConfig, FullConfig, LoraConfig
+from consilium.adapters.names import BASE, WHOLE_BASE, is_head
+from consilium.adapters.registry import Decoder, Shapes
 from consilium.core.errors import ConfigError
+from consilium.models.registry import ModelKind
+from consilium.models.weight_files import save_tensors
 
 DECODER = "mask_decoder."
 """Prefix of the mask decoder's parameter names."""
@@ -27,9 +34,30 @@ def decoder_names(model: nn.Module, decoder: Decoder) -> list[str]:
     return found
 
 
-def save_parameters(path: Path, values: Mapping[str, Tensor]) -> None:
-    """Write `values` as a plain state dict, for `model.load_state_dict(values, strict=False)`. Without values write no file."""
-    if not values:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in values.items()}, path)
+def trainable_decoder(model: nn.Module, config: LoraConfig | BottleneckConfig) -> list[str]:
+    """See AdapterKind.trainable_base."""
+    return decoder_names(model, config.decoder)
+
+
+# kind full ---------------------------------------------------------------------------------------------------------------
+
+
+def whole_base(model: nn.Module, config: FullConfig) -> list[str]:
+    """See AdapterKind.trainable_base."""
+    return [f"{WHOLE_BASE}.{name}" for name, _ in model.named_parameters() if not is_head(name)]
+
+
+def no_shapes(model: nn.Module, config: FullConfig, base: ModelKind) -> Shapes:
+    """Return {}, because all trained parameters belong to the base. Raises ConfigError for a model too large to send."""
+    adapter_state.check_size(sum(parameter.numel() for parameter in model.parameters()))
+    return {}
+
+
+def train_whole(model: nn.Module, config: FullConfig, base: ModelKind) -> None:
+    """See AdapterKind.inject."""
+    adapter_state.freeze_base(model, [], whole_base(model, config))
+
+
+def export_whole(folder: Path, values: Mapping[str, Tensor], config: FullConfig, base: ModelKind, name: str) -> None:
+    """See AdapterKind.export."""
+    save_tensors(folder / "model.safetensors", values)

@@ -14,12 +14,11 @@ from consilium.core.lazy import call
 from consilium.core.messages import Stage
 from consilium.core.sanitize import first_names_text, rich_line, shown
 from consilium.core.storage import PUBLIC, make_private_folder, name_path_in_errors, write_atomic
-from consilium.report.best_worst_cases import CASES
-from consilium.report.compare import COLUMN, PAGE, Test
+from consilium.report.compare import COLUMN, PAGE
 from consilium.report.compare.comparability import Group, MissingRun, group_comparable, mixed_code_notes, with_short_names
-from consilium.report.compare.job_settings import settings_tables
-from consilium.report.compare.published import Published, method_of, read_published
-from consilium.report.compare.tables import as_csv, as_json, comparison_tables
+from consilium.report.compare.run_tables import settings_tables
+from consilium.report.compare.tables import Published, as_csv, as_json, comparison_tables, method_of, read_published
+from consilium.report.predictions import CASES
 from consilium.report.run_record import CELLS, RunRecord, cell_folder, read_finished_run, read_run
 from consilium.report.tables import latex_text, markdown_text, terminal_table
 from consilium.report.untrusted_files import subfolders
@@ -57,7 +56,6 @@ def compare(
     metric: Annotated[
         str, typer.Option(help="score to compare, such as f1 or dice/cup; default: the task's leading score")
     ] = "",
-    test: Annotated[Test, typer.Option(help="paired test over seeds and sites")] = "wilcoxon",
     against: Annotated[str, typer.Option(metavar="METHOD", help="test all other methods against this one only")] = "",
     smoke: Annotated[bool, typer.Option("--smoke", help="compare the runs of `study run --smoke`")] = False,
     small: Annotated[bool, typer.Option("--small", help="compare the runs of `study run --small`")] = False,
@@ -70,7 +68,7 @@ def compare(
     notes += [one for group in groups for one in mixed_code_notes(group)]
     stage = Stage(model)
     _check_metric_and_method(groups, metric, against)
-    tables = comparison_tables(groups, stage, metric or None, test, against or None, published)
+    tables = comparison_tables(groups, stage, metric or None, against or None, published)
     if pictures is not None:
         with name_path_in_errors(pictures):
             width = COLUMN if columns == 1 else PAGE

@@ -20,8 +20,16 @@ from consilium.cli.options import (
 from consilium.core.errors import raise_first
 from consilium.core.sanitize import count_with_noun
 from consilium.estimates.communication import bottleneck_counts, compare as costs_of, masking_protection_text, run_bytes
-from consilium.estimates.flops import Samples, flops_per_sample, generated_samples, run_flops, step_flops
-from consilium.estimates.memory import StepMemory, memory_of, remedies
+from consilium.estimates.compute import (
+    Samples,
+    StepMemory,
+    flops_per_sample,
+    generated_samples,
+    memory_of,
+    remedies,
+    run_flops,
+    step_flops,
+)
 from consilium.federation.job import Job, assemble_job
 from consilium.federation.job_checks import describe_trained_tensors
 from consilium.report.tables import Table, columns, size_text

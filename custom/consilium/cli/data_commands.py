@@ -47,8 +47,7 @@ from consilium.data.stats import site_stats
 from consilium.data.synthetic.phantoms import KINDS, make_phantoms, refuse_overwriting_real_data
 from consilium.data.text import has_texts
 from consilium.federation.simulated_sites import MOST_SITES
-from consilium.report.data_stats import tables, write_stats
-from consilium.report.page.check_page import write_report
+from consilium.report.page.data_pages import tables, write_report, write_stats
 from consilium.report.tables import Column, Table, columns
 from consilium.tasks.registry import TASKS
 
@@ -268,7 +267,7 @@ def data_split(
                 rows.append([split, labels, str(counts["samples"]), str(counts["groups"])])
             headings = ("split", "samples by label", "samples", "groups")
             heads = [Column(one, right=one in ("samples", "groups")) for one in headings]
-            yield Table(f"{summary['groups']} groups", heads, rows, whole=True)
+            yield Table(f"{summary['groups']} groups", heads, rows)
             yield from (f"note: {note}" for note in summary["notes"])
             if folds:
                 yield f"{place}: fold-1 to fold-{folds}, each with its datalist.json, and split.json"

@@ -126,7 +126,7 @@ def status_lines(found: dict[str, Any]) -> Iterator[Table | Text]:
             rows.append([*row, *(f"{one[f'bytes_{way}'] // 1024:,}" for way in ("up", "down"))])
         of_stage = [f"{scores.heading(score)} {stage}" for stage in stages]
         heads = columns("site", "round", "weight", "loss", *of_stage, "KiB up", "KiB down")
-        yield Table("", heads, rows, [scores.label(score)] if scores.pixel_grid(score) else [], whole=True)
+        yield Table("", heads, rows, [scores.label(score)] if scores.pixel_grid(score) else [])
     for one in progress["refused"]:
         yield rich_line(
             f"refused {refusal_time_text(one, rounds_before_final_evaluation(progress))}: {one['site']}: {one['reason']}",
@@ -140,7 +140,7 @@ def _job_list_lines(jobs: list[dict[str, Any]]) -> Iterator[Table | Text]:
     for one in jobs:
         submitted, took = str(one["submit_time_iso"])[:19].replace("T", " "), str(one["duration"] or "").split(".")[0]
         rows.append([one["experiment"], one["status"], submitted, took, one["submitter_name"] or "", one["job_id"]])
-    yield Table("", [Column(key, int(key in ("submitted", "took", "by")), False) for key in keys], rows, whole=True)
+    yield Table("", [Column(key, int(key in ("submitted", "took", "by")), False) for key in keys], rows)
     for one in jobs:
         if "reason" in one:
             yield rich_line(f"{one['experiment']}: {one['reason']}", "red", 1000)

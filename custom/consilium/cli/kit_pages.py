@@ -38,7 +38,7 @@ from consilium.flare.kit.kit_contents import (
     participant_role,
 )
 from consilium.flare.kit.processes import processes
-from consilium.privacy.ledger import audit_log, ledger as ledgers
+from consilium.privacy import audit_log, ledger as ledgers
 from consilium.report.audit_tables import privacy_texts
 from consilium.report.page.html import render
 from consilium.report.tables import Column, Table, size_text, timestamp_text

@@ -69,12 +69,12 @@ def print_results(
         files = ["metrics.jsonl", "tb_events", "sites/*/adapters"]
         if surveyed:
             yield (folder / "statistics.txt").read_text(encoding="utf-8")
-            files += ["statistics.json", "statistics.png"]
+            files.append("statistics.json")
         if crossed:
             yield crossed.table()
             files = ["cross_sites.json", "cross_sites.png", "results.json"]
         elif not config.trains:
-            files = ["statistics.json", "statistics.txt", "statistics.png"]
+            files = ["statistics.json", "statistics.txt"]
         else:
             yield results_table(results, record.scores, config.title, record.test_only, refused, losses)
             yield from (shown(f"{site}: {reason}", 1000) for site, reason in sorted(refused.items()))

@@ -16,7 +16,7 @@ from consilium.cli.options import (
 from consilium.config.privacy import RecordLevelDpConfig, SiteLevelDpConfig
 from consilium.core.errors import ConfigError, raise_first
 from consilium.core.schema import validate
-from consilium.privacy.plan import Plan, distributed_step_plan, noise_to_signal, printed_plan, site_plan
+from consilium.privacy.plan import Plan, noise_to_signal, plan_of_releases, printed_plan
 from consilium.privacy.secagg.terms import Terms, default_threshold
 from consilium.report.tables import Table, columns
 
@@ -114,7 +114,7 @@ def _plan_as_json(accountant: str, options: Mapping[str, Any]) -> dict[str, Any]
         if options["sample_rate"]:
             counts = "rdp" if accountant == "rdp" else "prv"  # sampled steps have no closed form, so "exact" means prv
             numbers |= {"unit": "record", "accountant": counts, "sample_rate": options["sample_rate"], "divisor": 1.0}
-            plans[trust] = distributed_step_plan(validate(RecordLevelDpConfig, numbers, source), releases)
+            plans[trust] = plan_of_releases(validate(RecordLevelDpConfig, numbers, source), releases, options["sample_rate"])
             continue
         numbers |= {"unit": "site", "accountant": accountant}
         if paper:
@@ -123,7 +123,7 @@ def _plan_as_json(accountant: str, options: Mapping[str, Any]) -> dict[str, Any]
             plans[trust] = printed_plan(config, paper["batch_size"], steps, releases, paper["tensors"])
         else:
             config = validate(SiteLevelDpConfig, numbers, source)
-            plans[trust] = replace(site_plan(config, releases), shares=options["shares"] or 1)
+            plans[trust] = replace(plan_of_releases(config, releases), shares=options["shares"] or 1)
     first, sites = next(iter(plans.values())), options["sites"]
     deltas = sorted({options["delta"], 1e-5, 1e-6, *([1 / sites] if sites > 1 else [])}, reverse=True)
     ratios = {

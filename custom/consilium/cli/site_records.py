@@ -24,9 +24,9 @@ from consilium.flare.admin.session import stored_jobs
 from consilium.flare.kit.certificates import root_fingerprint
 from consilium.flare.kit.evidence_archive import ACCEPTED, LEDGER, copy_ledger, pack, verify as verify_archive, verify_chains
 from consilium.flare.kit.kit_contents import kit_name, kit_role
-from consilium.privacy.accounting.composition import VOID
-from consilium.privacy.ledger.audit_log import FILE, read_with_epsilon
-from consilium.privacy.ledger.ledger import Ledger, accept as go_on, check, read_accepted_seals, summary
+from consilium.privacy.accounting import VOID
+from consilium.privacy.audit_log import FILE, read_with_epsilon
+from consilium.privacy.ledger import Ledger, accept as go_on, check, read_accepted_seals, summary
 from consilium.privacy.secagg import sum_ledger
 from consilium.privacy.secagg.sum_ledger import FILE as SUMS
 from consilium.report.audit_tables import message_and_tensor_tables, privacy_texts, privacy_warnings
@@ -104,8 +104,8 @@ def sums(
     """Show with which hospitals this site's updates were summed, masked and without noise. Or allow another set of hospitals.
 
     A server that has sums over two different sets of hospitals can subtract one from the other. So a sum over a new set is
-    refused if the difference would be about too few hospitals. If you allow it, the server may in the worst case learn the
-    update of each hospital that is in only one of the sets.
+    refused. If you allow it, the server may in the worst case learn the update of each hospital that is in only one of the
+    sets.
     """
     root = find_site_records(where).root
     if allow:

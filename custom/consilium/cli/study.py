@@ -27,13 +27,10 @@ from consilium.core.errors import ConfigError
 from consilium.core.sanitize import count_with_noun, first_names_text, rich_line
 from consilium.report.run_record import orphaned_cells, save_cells
 from consilium.report.tables import Table, duration_text
-from consilium.study.cost import assumed_sites, bytes_of
-from consilium.study.definition import GridErrors, Study, labels_text, load, pick
+from consilium.study.definition import Study, labels_text, load, pick
 from consilium.study.preflight import Planned, Planner
 from consilium.study.records import CellRecord, current_record, log_of, stored_record
-from consilium.study.run_cell import has_other_data, is_restorable
-from consilium.study.runner import run_study
-from consilium.study.view import StudyView, cells_table
+from consilium.study.runner import StudyView, cells_table, has_other_data, is_restorable, run_study
 
 StudyArgument = Annotated[Path, typer.Argument(help="a study's file, or its name in jobs/studies")]
 SmokeOption = Annotated[bool, typer.Option("--smoke", help="take seconds: a tiny model and generated data")]
@@ -49,36 +46,28 @@ def study_show(
     workspace: WorkspaceOption = None,
     format: FormatOption = "txt",
 ) -> None:
-    """Show a study's cells: each cell's state, run time and communicated MiB; and the excluded cells with reasons."""
+    """Show a study's cells: each cell's state and run time; and the excluded cells with reasons."""
     chosen = load(study, study_size(smoke, small), workspace)
     cells = chosen.cells()
     records = {cell.id: current_record(cell.folder) for cell in cells}
-    errors, sizes = GridErrors([cell.labels for cell in cells]), dict[str, int | None]()
-    for cell in cells:
-        with errors.collect_errors(cell.labels):
-            sizes[cell.id] = bytes_of(cell)
-    errors.raise_if_any()
     rows = [
         vars(records[cell.id])
         | {"outdated": records[cell.id].is_outdated(strategy_code_digest(cell.load()))}
-        | {"labels": cell.labels, "folder": str(cell.folder), "bytes": sizes[cell.id]}
+        | {"labels": cell.labels, "folder": str(cell.folder)}
         for cell in cells
     ]
     told = {"study": chosen.name, "cells": rows, "excluded": chosen.excluded()}
-    emit(told, _lines(chosen, records, sizes), format)
+    emit(told, _lines(chosen, records), format)
 
 
-def _lines(study: Study, records: dict[str, CellRecord], sizes: dict[str, int | None]) -> Iterator[Table | Text]:
+def _lines(study: Study, records: dict[str, CellRecord]) -> Iterator[Table | Text]:
     """Yield a study's cells as a table, and notes as lines."""
     cells = study.cells()
-    sites = [assumed_sites(cell, cell.load()) for cell in cells]
-    yield cells_table(f"{study.heading}: {study.config.about}", cells, records, sizes, sites)
+    yield cells_table(f"{study.heading}: {study.config.about}", cells, records)
     for cell in (one for one in cells if records[one.id].state == "failed"):
         yield _line(f"{cell.display_name}: failed: {records[cell.id].reason}")
     yield from (_line(f"{labels_text(labels)}: left out: {reason}") for labels, reason in study.excluded())
-    if None in sizes.values():
-        yield _line("MiB: `counts` in the study's file tells how many sites there are")
-    if older := orphaned_cells(study.workspace, study.title, (cell.id for cell in cells)):
+    if older := orphaned_cells(study.workspace, (cell.id for cell in cells)):
         yield _line(f"{count_with_noun(len(older), 'cell')} of an earlier form of this study: {', '.join(map(str, older))}")
     yield from _outdated_lines({cell.display_name: (records[cell.id], strategy_code_digest(cell.load())) for cell in cells})
     took = [record.seconds for record in records.values() if record.state == "done"]
@@ -121,14 +110,14 @@ def _run(study: Study, only: list[str], given: Given, workers: int, again: bool)
     """Run the cells that fit `only`. Return how many are done and how many failed."""
     cells = Planner(given, study.workspace, again).plan(pick(study, only))
     show(_changed_data(cells, given))
-    save_cells(study.workspace, study.title, {cell.id: cell.labels for cell in study.cells()})
+    save_cells(study.workspace, {cell.id: cell.labels for cell in study.cells()})
     there = {
         one.cell.display_name: (record, one.code)
         for one in cells
         if (record := current_record(one.cell.folder)).data == one.data
     }
     show(_outdated_lines({name: stands for name, stands in there.items() if stands[0].state != "done"}))
-    with StudyView(Console(), study.heading, cells, workers) as view:
+    with StudyView(Console(), study.heading, cells) as view:
         ended = run_study(cells, workers, view)
     failed = [one.cell for one in cells if ended[one.cell.id].state == "failed"]
     done = sum(ended[one.cell.id].state == "done" for one in cells)

@@ -7,9 +7,9 @@ import typer
 
 from consilium.cli.options import ASSUMED, TFLOPS, FormatOption, TflopsOption, emit, gpu_hours
 from consilium.core.lazy import call
-from consilium.report.tables import Column, Table, wrapping_grid
+from consilium.report.tables import Column, Table
 from consilium.study.definition import Study, load, studies_folder
-from consilium.study.records import current_record, known_flops, read_flops_cache
+from consilium.study.records import current_record, known_flops
 
 
 def study_list(
@@ -27,7 +27,7 @@ def study_list(
         hours = "-" if one["gpu_hours"] is None else hours_text(one["gpu_hours"])
         rows.append([one["study"], one["table"] or "-", str(one["cells"]), str(one["done"]), hours, one["needs"] or "-"])
     note = f"GPU h: an estimate, FLOPs at {tflops:g} TFLOP/s; {ASSUMED}. -: not counted, or changed since: --count"
-    emit(found, [wrapping_grid(Table("", heads, rows)), note], format)
+    emit(found, [Table("", heads, rows), note], format)
 
 
 def hours_text(hours: float) -> str:
@@ -40,8 +40,8 @@ def _summary(study: Study, count: bool, tflops: float) -> dict[str, Any]:
     begun = study.cells() if study.workspace.exists() else []  # making the cells of all studies would take long
     states = Counter(current_record(cell.folder).state for cell in begun)
     told = {"study": study.name, "table": study.config.table or study.config.about, "needs": study.config.needs}
-    flops = known_flops(study, read_flops_cache())
+    flops = known_flops(study)
     if flops is None and count:
-        flops = call("consilium.study.cost:count_and_cache_flops", study)
+        flops = call("consilium.study.preflight:count_and_cache_flops", study)
     hours = None if flops is None else gpu_hours(flops, tflops)
     return told | {"cells": cells, "done": states["done"], "failed": states["failed"], "gpu_hours": hours}

@@ -20,7 +20,7 @@ from consilium.data.patients import warn_of_similar_patients
 from consilium.federation.job import Job, build_model, build_task, checkpoint_of, metric_names
 from consilium.privacy.disclosure_control import Terms
 from consilium.privacy.guard.guard import Guard
-from consilium.privacy.ledger.ledger import Ledger
+from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import make_plan
 from consilium.privacy.secagg.certificates import Identity
 from consilium.privacy.secagg.sum_ledger import GENERATED, SumLedger

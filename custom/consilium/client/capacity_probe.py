@@ -16,8 +16,8 @@ from consilium.adapters.names import factor, is_head
 from consilium.config.job import JobConfig
 from consilium.config.site import CapacityConfig
 from consilium.core.errors import ConfigError
-from consilium.estimates.memory import MemoryTracker
-from consilium.strategies.heterogeneous_ranks.layer_factors import shapes
+from consilium.estimates.compute import MemoryTracker
+from consilium.strategies.unequal_ranks import shapes
 from consilium.tasks.base import Task
 from consilium.tasks.registry import TASKS
 from consilium.training.device import autocast, cuda_devices

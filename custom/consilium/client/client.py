@@ -17,7 +17,6 @@ from consilium.client.evaluator import Evaluator
 from consilium.client.model_store import ModelStore, interpolation_of
 from consilium.client.trainer import FitReport, Trainer, compute_step_share, rehearse_step
 from consilium.core.errors import ConfigError, DataError, Reason, RefusedError
-from consilium.core.linalg.norms import norm
 from consilium.core.messages import (
     HELD_OUT,
     TRAIN_LOSS,
@@ -31,6 +30,7 @@ from consilium.core.messages import (
     Stage,
     Tensors,
 )
+from consilium.core.norms import norm
 from consilium.core.storage import (
     flatten_groups,
     group_of,
@@ -46,7 +46,7 @@ from consilium.federation import diagnostics
 from consilium.federation.compatibility import libraries
 from consilium.federation.saved_model import SavedModel
 from consilium.privacy.guard.task_schedule import AuthorizedTask
-from consilium.report.best_worst_cases import Closing
+from consilium.report.predictions import Closing
 
 REPORTED = {"loss": TRAIN_LOSS, "steps": TRAIN_STEPS, "penalty": TRAIN_PENALTY, "peak_bytes": TRAIN_MEMORY}
 """By name in the training loop, the name of a number in messages."""

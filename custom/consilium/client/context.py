@@ -17,7 +17,7 @@ from consilium.data.check_samples import FileWatch
 from consilium.data.datalist import DataList
 from consilium.federation.saved_model import load_except_missing_blocks
 from consilium.privacy.plan import Plan
-from consilium.report.tensorboard_file import FOLDER, SiteEvents
+from consilium.report.tracking import FOLDER, SiteEvents
 from consilium.strategies.strategy import Strategy, scaling_multiplier
 from consilium.tasks.base import Task
 

@@ -44,7 +44,7 @@ from consilium.core.seeding import seed_for
 from consilium.core.storage import make_private_folder
 from consilium.data.datalist import DataList, Loading
 from consilium.federation.job import build_model
-from consilium.models.dtypes import QUANTIZED
+from consilium.models.low_precision import QUANTIZED
 from consilium.tasks.base import Batch, Task
 from consilium.training.device import pick_device
 from consilium.training.sharding import leave_world, register_gather_hooks, shard

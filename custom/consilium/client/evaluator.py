@@ -16,8 +16,8 @@ from consilium.core.messages import MetricKey, Payload, Stage, Tensors
 from consilium.core.storage import digest
 from consilium.federation.saved_model import SavedModel, apply_forward_settings, check_scaling_and_share
 from consilium.models.registry import MODELS
-from consilium.report.best_worst_cases import Closing
-from consilium.strategies.traits import Interpolation
+from consilium.report.predictions import Closing
+from consilium.strategies.strategy import Interpolation
 from consilium.tasks.base import Examples, Task
 from consilium.tasks.registry import LOWER, TASKS
 from consilium.training.device import autocast

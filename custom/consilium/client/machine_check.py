@@ -28,7 +28,7 @@ from consilium.core.storage import file_hash
 from consilium.data.datalist import Item
 from consilium.data.patients import item_pseudonym, patients_and_most_samples
 from consilium.data.text import read_site_list
-from consilium.estimates.memory import memory_of, remedies
+from consilium.estimates.compute import memory_of, remedies
 from consilium.federation.compatibility import Verdict, judge
 from consilium.federation.job import assemble_job
 from consilium.models.low_precision import require_library

@@ -27,8 +27,7 @@ from consilium.federation.saved_model import (
 )
 from consilium.privacy.plan import Plan, not_private_sentence
 from consilium.report.run_record import Results
-from consilium.strategies.strategy import Strategy, scaling_multiplier
-from consilium.strategies.traits import Interpolation
+from consilium.strategies.strategy import Interpolation, Strategy, scaling_multiplier
 from consilium.training.interpolation import fixed_weight
 
 UNCOVERED = (

@@ -1,4 +1,4 @@
-"""The training of one phase at a client, as an algorithm's `local_update` uses it; see strategies/trainer.py."""
+"""The training of one phase at a client, as an algorithm's `local_update` uses it; see strategies/strategy.py."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,14 +17,12 @@ from consilium.core.seeding import seed_for
 from consilium.data.patients import training_indices_by_patient
 from consilium.privacy.dpsgd import DpSgd, dpsgd, rehearse
 from consilium.privacy.plan import max_samples_per_patient
-from consilium.strategies.strategy import Role, scaling_multiplier, trained_names
-from consilium.strategies.trainer import FeaturePenalty, GradientProbe, Penalty
+from consilium.strategies.strategy import FeaturePenalty, GradientProbe, Penalty, Role, scaling_multiplier, trained_names
 from consilium.tasks.base import Task
 from consilium.tasks.registry import TASKS
 from consilium.training.device import autocast, peak_memory
 from consilium.training.gradient_probe import BatchGradients, WithFeatures
-from consilium.training.joint_dpsgd_step import step_update
-from consilium.training.loop import Progress, train
+from consilium.training.loop import Progress, step_update, train
 
 
 @dataclass
@@ -44,7 +42,7 @@ class FitReport:
 class Trainer:
     """Trains the client's model for one phase. Every method that reads records is refused if no privacy charge covers it.
 
-    `own` to `closing`: see strategies/trainer.py. `optimizer`: the local optimizer's state after the last phase; it is updated
+    `own` to `closing`: see strategies/strategy.py. `optimizer`: the local optimizer's state after the last phase; it is updated
     if the job has `optimizer_state: kept`.
     """
 
@@ -72,7 +70,7 @@ class Trainer:
         feature_penalty: FeaturePenalty | None = None,
         correction: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        """Train the tensors `names`, see strategies/trainer.py.
+        """Train the tensors `names`, see strategies/strategy.py.
 
         Raises ConfigError for a fit that the strategy's traits do not declare or that no privacy charge covers, CheckpointError
         for a correction that fits no tensor, and ConsiliumError if training fails.
@@ -148,7 +146,7 @@ class Trainer:
         return found | peak
 
     def gradient_probe(self) -> GradientProbe:
-        """Return gradients on a part of the data, see strategies/trainer.py.
+        """Return gradients on a part of the data, see strategies/strategy.py.
 
         Raises ConfigError if the traits declare no probe, or under DP-SGD.
         """
@@ -162,11 +160,11 @@ class Trainer:
             return BatchGradients(context.model, context.task, context.config.training, seed, share)
 
     def values(self) -> Tensors:
-        """Return the current adapter values, see strategies/trainer.py."""
+        """Return the current adapter values, see strategies/strategy.py."""
         return self._context.values(self.start)
 
     def load(self, values: Mapping[str, Tensor]) -> None:
-        """Load `values` into the model, see strategies/trainer.py. Raises CheckpointError for unknown names or other shapes."""
+        """Load `values` into the model, see Trainer. Raises CheckpointError for unknown names or other shapes."""
         live = adapter_state.tensors(self._context.model)
         if wrong := sorted(n for n, one in values.items() if n not in self.start or one.shape != live[n].shape):
             raise CheckpointError(f"{self._context.name}: {wrong[0]!r}: load() gives a tensor that the model does not have so")
@@ -175,7 +173,7 @@ class Trainer:
             self._report.begin = {**(self._report.begin or self.start), **values}
 
     def update(self, since: Mapping[str, Tensor] | None = None) -> Payload:
-        """Return the update since `since`, by default since the start of the phase, see strategies/trainer.py."""
+        """Return the update since `since`, by default since the start of the phase, see strategies/strategy.py."""
         since, end = self.start if since is None else since, self.values()
         round, phase = self._payload.round, self._payload.phase
         shared = self._context.strategy.names(end, Role.SHARED, round, phase)

@@ -239,8 +239,7 @@ class SecureAggregationConfig(Section):
         Field(
             description="how many of the n asked sites must stay to the end of a phase; by default floor(2 n / 3) + 1. "
             "It must satisfy 2 threshold > n + colluders and threshold >= colluders + 2, so the defaults need at "
-            "least three sites. Without noise all n must send an update, and no combination of sums, over all runs, "
-            "may reveal a sum over fewer than `threshold` hospitals"
+            "least three sites. Without noise all n must send an update"
         ),
     ] = None
     colluders: Annotated[int, Field(ge=0, le=10000, description="sites that may work together with the server")] = 1

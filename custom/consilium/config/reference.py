@@ -33,8 +33,8 @@ from consilium.config.run_sections import (
 )
 from consilium.config.site import SiteConfig
 from consilium.models.registry import MODELS
-from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
 from consilium.strategies.registry import STRATEGIES
+from consilium.strategies.unequal_ranks import UnequalRanks
 from consilium.tasks.registry import TASKS
 
 KEYS = ("name", "kind", "unit")

@@ -68,14 +68,14 @@ class Hello:
 
 
 CAPACITY = frozenset({"download", "time", "memory"})
-"""The measurements of a site's machine that may leave it, see strategies/heterogeneous_ranks/ranks.py."""
+"""The measurements of a site's machine that may leave it, see strategies/unequal_ranks.py."""
 
 
 @dataclass(frozen=True)
 class SiteInfo:
     """The server's record of a site. `joined`: the site already has its own adapter tensors of this run.
 
-    `capacity`: see strategies/heterogeneous_ranks/ranks.py. `num_samples` is 0 for a site that only tests.
+    `capacity`: see strategies/unequal_ranks.py. `num_samples` is 0 for a site that only tests.
     """
 
     name: str

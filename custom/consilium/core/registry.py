@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from types import MappingProxyType
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -58,7 +58,7 @@ class Registry(Mapping[str, K], Generic[K]):
     def __getitem__(self, name: str) -> K:
         if name in self._added:
             return self._added[name]
-        found = _resolve_entry(self._built_in[name], f"{self.what} {name!r}")
+        found = resolve(self._built_in[name])
         return found[name] if isinstance(found, dict) else found
 
     def __iter__(self) -> Iterator[str]:
@@ -103,21 +103,11 @@ class Registry(Mapping[str, K], Generic[K]):
         return [p for p in entry_points(group=self.group) if wanted is None or normalize_name(_package_name(p)) in wanted]
 
 
-def _resolve_entry(place: str, what: str) -> Any:
-    """Return the object of a registry line "module:attribute". Raises ConfigError if it cannot be loaded."""
-    try:
-        return resolve(place)
-    except (ImportError, AttributeError, SyntaxError) as error:
-        raise ConfigError(
-            f"{what}: {place!r} in the registry cannot be loaded ({_describe_error(error)}); correct line or file"
-        ) from None
-
-
 def _load_kind(point: EntryPoint, what: str, sort: str) -> Any:
     """Load the kind of an entry point. Raises ConfigError for any error, because it is another package's code."""
     try:
         kind = point.load()
-        base = _resolve_entry(sort, "registry")
+        base = resolve(sort)
         if not (isinstance(kind, base) or (isinstance(kind, type) and issubclass(kind, base))):
             found = f"the class {kind.__name__}" if isinstance(kind, type) else f"a {type(kind).__name__}"
             raise TypeError(f"it names {found}, and what is wanted is a {sort.partition(':')[2]}")
@@ -125,13 +115,9 @@ def _load_kind(point: EntryPoint, what: str, sort: str) -> Any:
     except Exception as error:
         raise ConfigError(
             f"{what}: package {_package_name(point)}, entry point {point.value!r}: "
-            f"cannot be loaded ({_describe_error(error)}); correct entry point or file"
+            f"cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())[:200]}); correct entry point or file"
         ) from None
     return kind
-
-
-def _describe_error(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _package_name(point: EntryPoint) -> str:
@@ -178,20 +164,13 @@ class KindField:
             section = _section_class(self.registry.find(name, plugins))
         except KeyError:
             raise self._unknown_error(name, plugins) from None
-        declared = section.model_fields if issubclass(section, BaseModel) else {}
-        names = get_args(declared[self.key].annotation) if self.key in declared else ()  # as in `name: Literal["clip"]`
-        if wrong := [own for own in names if own != name][:1]:
-            raise self._name_mismatch_error(name, wrong[0])
         rest = {key: part for key, part in value.items() if key != self.key}
         made: Any = _type_adapter(section).validate_python(
             rest if self.key not in _field_names(section) else {self.key: name} | rest
         )
         if (own := getattr(made, self.key, None)) != name:  # job.yaml is written with `own` and read with `name`
-            raise self._name_mismatch_error(name, own)
+            raise ConfigError(f"{self.registry.what} {name!r}: its class has the {self.key} {own!r}; write {name!r} there")
         return made
-
-    def _name_mismatch_error(self, name: object, own: object) -> ConfigError:
-        return ConfigError(f"{self.registry.what} {name!r}: its class has the {self.key} {own!r}; write {name!r} there")
 
     def _unknown_error(self, name: object, plugins: Plugins) -> ValidationError:
         known = self.registry.known_names(plugins)
@@ -204,8 +183,9 @@ class KindField:
 
     def _write(self, value: Any, info: SerializationInfo) -> dict[str, Any]:
         section: type = type(value)
-        mode: Literal["json", "python"] = "json" if info.mode == "json" else "python"
-        return {self.key: getattr(value, self.key)} | _type_adapter(section).dump_python(value, mode=mode)
+        return {self.key: getattr(value, self.key)} | _type_adapter(section).dump_python(
+            value, mode="json" if info.mode == "json" else "python"
+        )
 
 
 @cache

@@ -7,7 +7,6 @@ module.
 import re
 import unicodedata
 from collections.abc import Sequence
-from functools import lru_cache
 
 from rich.text import Text
 
@@ -69,11 +68,4 @@ def count_with_noun(count: int, what: str) -> str:
 
 def tensorboard_tag(text: object) -> str:
     """Return a text as a tag for TensorBoard: `shown`, without path parts that lead out of its folder."""
-    return _known_tag(text) if type(text) is str and len(text) <= LIMIT else _tensorboard_tag(text)
-
-
-def _tensorboard_tag(text: object) -> str:
     return re.sub(r"(^|/)\.+", r"\1_", re.sub(r"[^\w/. -]", "_", shown(text)))
-
-
-_known_tag = lru_cache(1024)(_tensorboard_tag)  # a site reports the same names in every round

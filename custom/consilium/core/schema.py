@@ -3,7 +3,6 @@
 It does not depend on any kind of model, task, adapter or strategy.
 """
 
-import base64
 import copy
 import difflib
 import re
@@ -30,19 +29,14 @@ _SEPARATORS = re.compile(r"[\s:-]+")
 def fingerprint_digits(text: str) -> str:
     """Return a SHA-256 fingerprint as 64 lower-case hex digits, from any form in which tools print it.
 
-    The forms are `AA:BB:..` and `aa bb ..` in either case, `SHA256:AA:BB:..` (nvflare), `sha256 Fingerprint=AA:BB:..`
-    (openssl), and `SHA256:` with 43 base64 characters (OpenSSH). Raises ValueError for anything else.
+    The forms are `AA:BB:..` and `aa bb ..` in either case, `SHA256:AA:BB:..` (nvflare), and `sha256 Fingerprint=AA:BB:..`
+    (openssl). Raises ValueError for anything else.
     """
     rest = _PREFIX.sub("", text, count=1) if _PREFIX.match(text) else text
     groups = [group for group in _SEPARATORS.split(rest) if group]
     digits = "".join(groups)
     if len(digits) == 64 and all(len(group) % 2 == 0 for group in groups) and re.fullmatch(r"[0-9a-fA-F]+", digits):
         return digits.lower()
-    coded = rest.strip().removesuffix("=")
-    if re.fullmatch(r"[A-Za-z0-9+/]{43}", coded):
-        raw = base64.b64decode(f"{coded}=")
-        if base64.b64encode(raw).decode() == f"{coded}=":  # the last character has two bits that must be 0
-            return raw.hex()
     raise ValueError(
         f"{ascii(text)[:100]} is not a SHA-256 fingerprint, which has 64 hex digits, with or without colons and `SHA256:`; "
         "copy it whole, as `openssl x509 -noout -fingerprint -sha256` or `consilium doctor` prints it"

@@ -60,23 +60,14 @@ def group_of(tensors: Mapping[str, Tensor], group: str) -> dict[str, Tensor]:
 def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return (tensors, meta) from a file that `save_state` wrote. Raises CheckpointError if it is missing or damaged."""
     try:
-        tensors, header = _read_safetensors(path)
+        with safe_open(path, framework="pt") as file:
+            tensors, header = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
         meta, expected = json.loads(header["meta"]), header["sha256"]
     except (OSError, SafetensorError, KeyError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a readable state file ({error}); restore it or start afresh") from None
     if digest(tensors) != expected:
         raise CheckpointError(f"{path}: checksum does not match, the file is damaged; restore it or start afresh")
     return tensors, meta
-
-
-def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors and the header of a safetensors file, read by NumPy in a third of torch's time."""
-    try:
-        with safe_open(path, framework="np") as file:
-            return {name: torch.from_numpy(file.get_tensor(name)) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except (TypeError, AttributeError):  # NumPy has no bfloat16 and no 8-bit floats
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
 
 
 def write_atomic(path: Path, data: bytes, mode: int = PRIVATE) -> None:
@@ -226,24 +217,11 @@ def make_private_folder(path: Path) -> Path:
 
 def sweep(folder: Path) -> list[Path]:
     """Remove temporary files under `folder` that `write_atomic` left when its process ended; return their paths."""
-    found = [
-        path
-        for path in folder.rglob(".*")
-        if (match := _TEMPORARY.fullmatch(path.name)) and _writer_is_gone(path, int(match[1]))
-    ]
+    temporary = ((path, match) for path in folder.rglob(".*") if (match := _TEMPORARY.fullmatch(path.name)) and path.is_file())
+    found = [path for path, match in temporary if not path.is_symlink() and not psutil.pid_exists(int(match[1]))]
     for path in found:
         path.unlink(missing_ok=True)
     return found
-
-
-def _writer_is_gone(path: Path, pid: int) -> bool:
-    """Tell whether the process that wrote a temporary file has ended: no process has its id, or one that started later."""
-    try:
-        return not path.is_symlink() and path.is_file() and path.stat().st_mtime < psutil.Process(pid).create_time()
-    except psutil.NoSuchProcess:
-        return True
-    except (psutil.Error, OSError, OverflowError):
-        return False
 
 
 @contextmanager

@@ -10,9 +10,9 @@ from consilium.core.errors import ConfigError
 from consilium.core.messages import SiteInfo, Tensors
 from consilium.federation.job import Job
 from consilium.report.run_files import payload_bytes
-from consilium.strategies.heterogeneous_ranks.ranks import Tier, UnequalRanks, at_one_rank
 from consilium.strategies.registry import STRATEGIES
 from consilium.strategies.strategy import Role, Strategy, label_of
+from consilium.strategies.unequal_ranks import Tier, UnequalRanks, at_one_rank
 
 _NUMBERS = ("trainable", "up", "down", "bytes_up", "bytes_down", "start")
 

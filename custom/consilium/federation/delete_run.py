@@ -17,7 +17,7 @@ from filelock import Timeout
 from consilium.core.errors import ConfigError
 from consilium.core.storage import file_lock
 from consilium.federation.run_folders import ERRORS, OWNER, STATE, all_runs
-from consilium.privacy.ledger.audit_log import FILE, AuditLog, load_record
+from consilium.privacy.audit_log import FILE, AuditLog, load_record
 from consilium.report.run_files import LOCK
 
 KIND = "forgotten"

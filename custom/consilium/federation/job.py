@@ -16,8 +16,8 @@ from consilium.adapters.strategy_modules import add_parts, part_shapes
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
-from consilium.core.linalg.norms import norm
 from consilium.core.messages import Tensors
+from consilium.core.norms import norm
 from consilium.data.datalist import DataList
 from consilium.federation.job_checks import (
     check_adapter,
@@ -29,13 +29,13 @@ from consilium.federation.job_checks import (
     trained_base_shapes,
 )
 from consilium.models.architecture import refuse_gguf
-from consilium.models.base_weights import refuse_adapter
 from consilium.models.low_precision import require_storable, store_frozen_as
 from consilium.models.meta_device import build_on_meta_device
 from consilium.models.registry import MODELS, ModelConfig, ModelKind
+from consilium.models.weight_files import refuse_adapter
 from consilium.privacy.plan import make_plan
-from consilium.strategies.heterogeneous_ranks.ranks import at_one_rank
 from consilium.strategies.strategy import Strategy
+from consilium.strategies.unequal_ranks import at_one_rank
 from consilium.tasks.base import Task
 from consilium.tasks.registry import TASKS, TaskKind
 from consilium.training.device import CPU, pick_device
@@ -80,7 +80,7 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
         names = adapter.trainable_base(model, config.adapter)
         shapes = own | part_shapes(config.strategy.traits.parts, own, model, base)
         shapes |= trained_base_shapes(model, names) | adapter_state.head_shapes(model)
-        warnings = [*config.task.warnings(), *shared_weight_warning(model, own)]
+        warnings = [*shared_weight_warning(model, own)]
         if config.strategy.traits.pools_data and (steps := config.training.local_steps):
             warnings.append(
                 f"training.local_steps: {steps}: pooled data get one site's number of steps a round; "

@@ -26,7 +26,7 @@ from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Tensors
 from consilium.federation.saved_model import keeps_local
-from consilium.models.dtypes import QUANTIZED
+from consilium.models.low_precision import QUANTIZED
 from consilium.models.registry import ModelKind
 from consilium.strategies.strategy import Role, Strategy
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
 from consilium.core.storage import lock_folder, make_private_folder, read_json, write_json
-from consilium.privacy.ledger.audit_log import FILE, load_record
+from consilium.privacy.audit_log import FILE, load_record
 
 RUNS, OWNER = "runs", "owner.json"
 LENGTH = 64

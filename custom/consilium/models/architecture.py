@@ -8,7 +8,6 @@ checkpoint of another architecture gets an error.
 import os
 import re
 from collections.abc import Iterator, Mapping
-from math import inf, isinf, nan
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -121,7 +120,7 @@ class FolderConfig(ModelConfig):
                 f"model.config.model_type: {kind!r}: not known to keep records apart for privacy.unit record; use one of "
                 f"{', '.join(self.apart)}"
             )
-        for key, value in _config_values(_DRAWN.get(kind, {}) | self.config):
+        for key, value in config_values(_DRAWN.get(kind, {}) | self.config):
             if found := _why_records_mix(key, value, kind):
                 what, remedy = found
                 raise ValueError(f"model.config.{key}: {value!r} {what} under privacy.unit record; {remedy}")
@@ -132,10 +131,12 @@ class FolderConfig(ModelConfig):
 
         Records of a batch would then influence each other.
         """
-        return any(_rope_depends_on_batch(key, value) for key, value in _config_values(self.config or {}))
+        return any(_rope_depends_on_batch(key, value) for key, value in config_values(self.config or {}))
 
 
 Channels = tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=0, le=1)]]
+_Deviation = Annotated[float, Field(ge=0.001, le=1)]  # it divides pixels
+Deviations = tuple[_Deviation, _Deviation, _Deviation]
 HALF = (0.5, 0.5, 0.5)
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 OPENAI = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -171,15 +172,8 @@ class PictureFolderConfig(FolderConfig):
         ),
     ] = None
     pixel_std: Annotated[
-        Channels | None, Field(description="standard deviation of the pixels in 0..1, over 0; see `pixel_mean`")
+        Deviations | None, Field(description="standard deviation of the pixels in 0..1, over 0; see `pixel_mean`")
     ] = None
-
-    @field_validator("pixel_std")
-    @classmethod
-    def _check_divisor(cls, value: Channels | None) -> Channels | None:
-        if value is not None and min(value) < 0.001:
-            raise ValueError(f"{min(value)} divides pixels; use the folder's image_std, of which none is under 0.001")
-        return value
 
     @field_validator("pixel_mean", "pixel_std")
     @classmethod
@@ -227,8 +221,6 @@ _STAGES = re.compile(
     r"(^|_)depths?$|(^|_)(num|n|numb_of)_(\w+_)?(blocks|layers)$|(blocks|layers)_per_\w+$|^(blocks|layers)$|numb_of_layers$"
 )
 """Keys of lists with the number of blocks per stage. The limit for one count holds for their sum."""
-_SPECIAL = "__float__"
-"""The key under which `transformers` writes numbers that JSON lacks: Infinity, -Infinity, NaN."""
 _DROPS = re.compile(r"drop")
 _STATIC = ("default", "linear", "llama3", "yarn")
 """Types of rotary positions with the same frequencies for every text; dynamic and longrope depend on a batch's longest text."""
@@ -244,49 +236,67 @@ def check_and_clean_config(config: Mapping[str, Any]) -> dict[str, Any]:
     be part of `transformers`. The check does not import `transformers`, so it runs when a job is read.
     `keep_listed_keys` of listed_keys.py also checks by architecture.
     """
-    _check_build_cost(dict(config), "")
-    return _checked_mapping(config, "")
-
-
-def _checked_mapping(values: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Return a mapping of config.json without the keys that do not influence the layers (_NOTES).
-
-    Raises ValueError for a forbidden key or value; see `check_and_clean_config`.
-    """
-    found = dict[str, Any]()
-    for key, value in values.items():
-        where = f"{place}{key}"
-        hidden = str(key).startswith("_") and key != _SPECIAL  # written by `transformers` for its own use
-        if key in _NOTES or (hidden and (value is None or value == "" or isinstance(value, bool | int | float))):
-            continue
-        if hidden or (key != _SPECIAL and not (isinstance(key, str) and _NAME.fullmatch(key))):
-            raise ValueError(f"{ascii(where)[1:-1][:64]}: no key of a config.json, which begins with a letter; leave it out")
-        if (known := IMPLEMENTATIONS.get(key)) and value is not None and value not in known:
-            raise ValueError(f"{where}: {ascii(value)[:64]} names code of another place; use {' or '.join(known)}")
-        _check_words(value, where)
-        found[key] = _checked_mapping(value, f"{where}.") if isinstance(value, dict) else value
+    found: dict[str, Any] = _checked(dict(config), "", "")
     return found
 
 
-def _check_words(value: Any, where: str) -> None:
+def _checked(value: Any, where: str, key: str, depth: int = 0) -> Any:
+    """Return an entry of a config.json without notes. `where`: its dotted place; `key`: the last key of it.
+
+    Raises ValueError for a forbidden entry, and for one that would make building the model take minutes or gigabytes. The
+    server builds the model on the meta device. Tensor sizes cost nothing there, but every layer or expert is a module.
+    """
+    if isinstance(value, dict | list):
+        if len(value) > 1024 or depth > 8:
+            raise ValueError(f"{key or 'a map'} of at most 1024 entries, nested 8 deep at most")
+        if isinstance(value, dict):
+            kept = {name: f"{where}.{name}" if where else str(name) for name in value}
+            return {
+                name: _checked(value[name], place, str(name)[:64], depth + 1)
+                for name, place in kept.items()
+                if _is_setting(name, value[name], place)
+            }
+        if _STAGES.search(key) and not _total(value) <= _BLOCKS:
+            raise ValueError(f"{key} of at most {_BLOCKS} in all")
+        return [_checked(item, where, key, depth + 1) for item in value]
+    if isinstance(value, int | float):
+        _check_number(value, key)
+    if isinstance(value, str) and len(value) > LONGEST_TEXT:
+        raise ValueError(f"{key} of at most {LONGEST_TEXT} characters")
     if isinstance(value, str) and not _WORD.fullmatch(value):
         raise ValueError(
             f"{where}: {ascii(value)[:64]} is not a single word of letters, digits and _ . + -; leave it out: files, "
             "repositories and code are never named here"
         )
-    for item in value if isinstance(value, list | tuple) else ():
-        if isinstance(item, dict):
-            _checked_mapping(item, f"{where}.")
-        _check_words(item, where)
+    return value
 
 
-def _config_values(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+def _is_setting(key: Any, value: Any, where: str) -> bool:
+    """Return whether an entry of a map is kept: it influences the model's layers. Raises ValueError for a forbidden one."""
+    hidden = str(key).startswith("_")  # written by `transformers` for its own use
+    if key in _NOTES or (hidden and (value is None or value == "" or isinstance(value, bool | int | float))):
+        return False
+    if hidden or not (isinstance(key, str) and _NAME.fullmatch(key)):
+        raise ValueError(f"{ascii(where)[1:-1][:64]}: no key of a config.json, which begins with a letter; leave it out")
+    if (known := IMPLEMENTATIONS.get(key)) and value is not None and value not in known:
+        raise ValueError(f"{where}: {ascii(value)[:64]} names code of another place; use {' or '.join(known)}")
+    return True
+
+
+def _check_number(value: float, key: str) -> None:
+    most = 2**14 if _EXPERTS.search(key) else _BLOCKS if _COUNTS.search(key) else 2**25
+    most = 2**40 if isinstance(value, float) or "theta" in key else most
+    if not abs(value) <= most:  # so that NaN does not pass
+        raise ValueError(f"{key} of at most {most}")
+
+
+def config_values(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the values of a nested config.json with their dotted keys."""
     if not isinstance(value, dict):
         yield key, value
         return
     for name, item in value.items():
-        yield from _config_values(item, f"{key}.{name}" if key else str(name))
+        yield from config_values(item, f"{key}.{name}" if key else str(name))
 
 
 def _rope_depends_on_batch(key: str, value: Any) -> bool:
@@ -312,32 +322,6 @@ def _why_records_mix(key: str, value: Any, kind: str) -> tuple[str, str] | None:
 def _total(value: list[Any]) -> float:
     """Return the sum of the absolute numbers in a list and its nested lists."""
     return sum(_total(one) if isinstance(one, list) else abs(one) for one in value if isinstance(one, list | int | float))
-
-
-def _check_build_cost(value: Any, key: str, depth: int = 0) -> None:
-    """Raise ValueError for an entry of a config.json that would make building the model take minutes or gigabytes.
-
-    The server builds the model on the meta device. Tensor sizes cost nothing there, but every layer or expert is a module.
-    """
-    if isinstance(value, dict) and value.keys() == {_SPECIAL}:
-        value = {"Infinity": inf, "-Infinity": -inf}.get(str(value[_SPECIAL]), nan)
-    if isinstance(value, dict | list):
-        if len(value) > 1024 or depth > 8:
-            raise ValueError(f"{key or 'a map'} of at most 1024 entries, nested 8 deep at most")
-        if isinstance(value, list) and _STAGES.search(key) and not _total(value) <= _BLOCKS:
-            raise ValueError(f"{key} of at most {_BLOCKS} in all")
-        pairs = value.items() if isinstance(value, dict) else ((key, item) for item in value)
-        for name, item in pairs:
-            _check_build_cost(item, str(name)[:64], depth + 1)
-    elif isinstance(value, int | float):
-        if isinf(value) and not (_EXPERTS.search(key) or _COUNTS.search(key)):
-            return  # no limit
-        most = 2**14 if _EXPERTS.search(key) else _BLOCKS if _COUNTS.search(key) else 2**25
-        most = 2**40 if isinstance(value, float) or "theta" in key else most
-        if not abs(value) <= most:  # so that NaN does not pass
-            raise ValueError(f"{key} of at most {most}")
-    elif isinstance(value, str) and len(value) > LONGEST_TEXT:
-        raise ValueError(f"{key} of at most {LONGEST_TEXT} characters")
 
 
 def named_sets(tower: str = "") -> dict[str, TargetSet]:

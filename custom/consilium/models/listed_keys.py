@@ -23,6 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from consilium.core.errors import ConfigError
 from consilium.models.architecture import IMPLEMENTATIONS, check_and_clean_config
+from consilium.models.untrusted_tokenizer import quoted
 
 DTYPES = frozenset({"float32", "float16", "bfloat16", "float64"})
 _ROPE = ("rope_parameters", "rope_scaling")
@@ -118,9 +119,7 @@ def _part(value: Any, kind: type[PreTrainedConfig], key: str, where: str) -> dic
     spec, named = kind.sub_configs_defaults[key], value.get("model_type")
     free = key == "backbone_config" or not issubclass(spec.config_class, PreTrainedConfig)
     if free and named is not None and not (isinstance(named, str) and named in CONFIG_MAPPING):
-        raise ConfigError(
-            f"model.config.{where}.model_type: {_quoted(named)} is not an architecture of transformers; {_REMEDY}"
-        )
+        raise ConfigError(f"model.config.{where}.model_type: {quoted(named)} is not an architecture of transformers; {_REMEDY}")
     chosen = CONFIG_MAPPING[named] if free and named is not None else _default_part(kind, key)
     if chosen is None:
         raise ConfigError(f"model.config.{where}.model_type: missing; name the architecture of this part")
@@ -131,7 +130,7 @@ def _require_map(value: Any, where: str) -> dict[str, Any]:
     """Return the value. Raises ConfigError if it is not a map."""
     if isinstance(value, dict):
         return value
-    raise ConfigError(f"model.config.{where}: {_quoted(value)} is not a map of settings; {_REMEDY}")
+    raise ConfigError(f"model.config.{where}: {quoted(value)} is not a map of settings; {_REMEDY}")
 
 
 def _nested(kind: type[PreTrainedConfig], key: str) -> type[PreTrainedConfig] | None:
@@ -152,9 +151,7 @@ def _check_value(value: Any, kind: type[PreTrainedConfig], key: str, where: str)
     """Raise ConfigError for a word, a list or a map that the class does not declare for this key."""
     if isinstance(value, str):
         if value not in _choices(kind, key):
-            raise ConfigError(
-                f"model.config.{where}: {_quoted(value)} is not a value that {kind.model_type!r} knows; {_REMEDY}"
-            )
+            raise ConfigError(f"model.config.{where}: {quoted(value)} is not a value that {kind.model_type!r} knows; {_REMEDY}")
     elif isinstance(value, list | tuple):
         for item in value:
             _check_value(item, kind, "" if isinstance(item, dict) else key, where)
@@ -164,7 +161,7 @@ def _check_value(value: Any, kind: type[PreTrainedConfig], key: str, where: str)
             raise ConfigError(f"model.config.{where}: a map, where transformers takes a plain value; {_REMEDY}")
         for name, item in value.items():
             if isinstance(item, bool | dict | list) or (isinstance(item, str) and item not in ACT2FN):
-                raise ConfigError(f"model.config.{where}.{name}: {_quoted(item)} is not a number; {_REMEDY}")
+                raise ConfigError(f"model.config.{where}.{name}: {quoted(item)} is not a number; {_REMEDY}")
 
 
 def _check_rope(value: Any, kind: type[PreTrainedConfig], where: str, depth: int = 0) -> None:
@@ -174,9 +171,9 @@ def _check_rope(value: Any, kind: type[PreTrainedConfig], where: str, depth: int
             _check_rope(item, kind, f"{where}.{name}", 1)  # by type of layer
         elif isinstance(item, str):
             if name not in ("rope_type", "type") or item not in {"default", "mrope", *ROPE_INIT_FUNCTIONS, *_words(kind)}:
-                raise ConfigError(f"model.config.{where}.{name}: {_quoted(item)} is not a rotary position known; {_REMEDY}")
+                raise ConfigError(f"model.config.{where}.{name}: {quoted(item)} is not a rotary position known; {_REMEDY}")
         elif not (item is None or isinstance(item, bool | int | float) or _is_number_list(item)):
-            raise ConfigError(f"model.config.{where}.{name}: {_quoted(item)} is not a number; {_REMEDY}")
+            raise ConfigError(f"model.config.{where}.{name}: {quoted(item)} is not a number; {_REMEDY}")
 
 
 def _choices(kind: type[PreTrainedConfig], key: str) -> frozenset[str]:
@@ -238,7 +235,3 @@ def _is_number_list(value: Any) -> bool:
     if not isinstance(value, list | tuple):
         return False
     return all(item is None or isinstance(item, bool | int | float) or _is_number_list(item) for item in value)
-
-
-def _quoted(value: Any) -> str:
-    return ascii(value)[:64]

@@ -15,8 +15,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from consilium.core.errors import ConfigError
-from consilium.models.custom_weight_access import architectures, is_weight_read
-from consilium.models.dtypes import QUANTIZED
+
+QUANTIZED = frozenset({"nf4", "int8"})
+"""Types of bitsandbytes; see quantized.py."""
+READ_WEIGHTS = frozenset({"patch_embedding", "weights_proj", "prediction_coefs", "correction_coefs"})
+"""Layers whose weight's type is read (SigLIP 2, DeepSeek 3.2) or whose weight is clamped (Gemma 3n). They stay float32."""
+BLOCK = 64
+"""How many consecutive numbers of a flattened weight share a scale in NF4."""
+
+
+def compute_dtype(input: Tensor) -> torch.dtype:
+    """Return the type in which a quantized layer computes: autocast's, or the input's.
+
+    Raises ConfigError for an integer input, which a model has cast to the type of a quantized weight's bytes.
+    """
+    if not input.is_floating_point():
+        raise ConfigError("model.dtype: this model casts numbers to the type of a layer's weight; use bf16 or fp32")
+    kind = input.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
 
 
 class StoredLinear(nn.Linear):
@@ -49,7 +65,7 @@ def replace_frozen_linear(
 ) -> None:
     """Store the frozen linear layers as bfloat16, or by `quantize`, in place.
 
-    An output layer is never quantized: its errors matter most, and Mamba-2 and xLSTM cast its input to its weight's type.
+    An output layer is never quantized, because its errors matter most.
     """
     found = [cast(Any, m).get_output_embeddings() for m in model.modules() if hasattr(m, "get_output_embeddings")]
     outputs = {id(part) for output in found if output is not None for part in output.modules()}
@@ -65,10 +81,11 @@ def frozen_linear(model: nn.Module, trained: Iterable[Tensor]) -> list[nn.Linear
     """Return the plain linear layers whose parameters are not `trained`, not shared, and not read by the model's own code."""
     kept = {id(tensor) for tensor in trained}
     holders = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
-    found, architecture = list[nn.Linear](), architectures(model)
+    found = list[nn.Linear]()
     for name, module in model.named_modules():
         own = [id(parameter) for parameter in module.parameters(recurse=False)]
-        plain = type(module) is nn.Linear and not is_weight_read(name, architecture)
+        called = name.removesuffix(".base_layer").removesuffix(".base").rpartition(".")[2]  # inside an adapter's module
+        plain = type(module) is nn.Linear and called not in READ_WEIGHTS
         if plain and kept.isdisjoint(own) and all(holders[one] == 1 for one in own):
             found.append(cast(nn.Linear, module))
     return found
@@ -77,12 +94,10 @@ def frozen_linear(model: nn.Module, trained: Iterable[Tensor]) -> list[nn.Linear
 def require_storable(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> None:
     """Raise ConfigError if `store_frozen_as` would leave over half of the frozen numbers, without embeddings, unchanged.
 
-    Experts stored as one tensor are left unchanged. Quantized types are refused if a model's code rescales weights in place.
+    Experts stored as one tensor are left unchanged.
     """
     if dtype == "fp32":
         return
-    if dtype in QUANTIZED and "rwkv" in architectures(model):
-        raise ConfigError(f"model.dtype: {dtype!r}: RWKV's code rescales its weights before it scores; use bf16")
     kept = list(trained)
     linear = {id(layer.weight) for layer in frozen_linear(model, kept)}
     aside = {id(tensor) for tensor in kept} | {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from consilium.models.dtypes import BLOCK, compute_dtype
+from consilium.models.low_precision import BLOCK, compute_dtype
 
 OUTLIERS = 6.0
 """The input value above which LLM.int8() computes a column in 16 bits, as in the paper."""

@@ -40,7 +40,7 @@ _ROUTERS = {"gate", "router", "shared_expert_gate"}
 """Linear layers that choose experts."""
 _CROSS = re.compile(r"(^|\.)(encoder_attn|crossattention|cross_attn)\.")
 """Names of cross-attention, whose layers a decoder without an encoder has but never runs."""
-_NO_PROJECTION = re.compile(r"norm|embed|conv|bias|A_log|dt_")
+_NO_PROJECTION = re.compile(r"norm|embed|conv|bias")
 
 
 class Layers(NamedTuple):

@@ -4,7 +4,7 @@ Nothing is downloaded, and no code of a folder runs. By default `transformers` w
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,18 +14,24 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from consilium.core.errors import STOPS, CheckpointError, ConfigError
-from consilium.models.architecture import refuse_gguf
+from consilium.models.architecture import config_values, refuse_gguf
 from consilium.models.listed_keys import keep_listed_keys
-from consilium.models.model_writer import no_progress_bar
 from consilium.models.untrusted_folder import TOKENS, WANTED, link_tokenizer, link_weights, read_json
 from consilium.models.untrusted_tokenizer import check_backend
+from consilium.models.weight_files import no_progress_bar
 
 _SLOW = "convert it once where sentencepiece is installed: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
 _PACKED = "weights that are quantized already are not read; use the original folder, with model.dtype: nf4 or int8"
 _OTHERS_HEAD = re.compile(r"(^|\.)(classifier|pooler|score|lm_head|qa_outputs|head)\.")
 _PLAIN = "the folder's model is made for another task; give the folder of the model that it was made from"
-_WITHOUT_CACHE = ("xlstm",)
-"""Architectures whose cache has wrong sizes in `transformers`."""
+UNSUPPORTED = frozenset(
+    {
+        "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling2_loop", "jamba", "longcat_flash", "mamba", "mamba2",
+        "nemotron_h", "reformer", "rwkv", "xlstm", "zamba2",
+    }
+)  # fmt: skip
+"""Architectures whose code reads the weights of linear layers past the layers, rescales them, or hashes at random. An adapter
+there may train nothing, and low precision changes results. tests/models/test_read_weights.py compares with the code."""
 _OWN: dict[str, Any] = {"trust_remote_code": False}
 """Options for loading with the classes of `transformers` only."""
 LEAST = 8
@@ -59,25 +65,17 @@ def build(
     """
     shape = transformers_config(config if config is not None else _read_config(folder), known.among or auto, known)
     try:
-        return (
-            _build_with_weights(auto, folder, shape, options, known)
-            if weights
-            else _build_without_weights(auto, shape, options)
-        )
+        if weights:
+            return _build_with_weights(auto, folder, shape, options, known)
+        return auto.from_config(shape, dtype=torch.float32, **_OWN, **options)  # type: ignore[no-any-return]
+    except (CheckpointError, ConfigError, MemoryError):
+        raise
     except ImportError as error:
         found = re.search(r"requires the (\S+) library", str(error))
         what = (
             f"needs the package {found[1]}, which is not here" if found else f"cannot be loaded here ({shorten_error(error)})"
         )
         raise ConfigError(f"model.config: {shape.model_type!r} {what}; use another model") from None
-
-
-def _build_without_weights(auto: Any, shape: PreTrainedConfig, options: Mapping[str, Any]) -> PreTrainedModel:
-    """Return the model without the folder's weights. Raises ConfigError for inconsistent sizes."""
-    try:
-        return auto.from_config(shape, dtype=torch.float32, **_OWN, **options)
-    except (ImportError, ConfigError):
-        raise
     except Exception as error:  # each architecture fails in its own way
         raise ConfigError(
             f"model.config: {shape.model_type!r} cannot be made of these sizes ({shorten_error(error)}); give the contents "
@@ -206,11 +204,24 @@ def remove_generation_config(model: PreTrainedModel) -> None:
     Router logits are disabled too, because their loss is defined for whole texts, not for single steps of generation.
     """
     model.generation_config = GenerationConfig()
-    if model.config.model_type in _WITHOUT_CACHE:
-        model.config.use_cache = model.generation_config.use_cache = False
     for shape in (model.config, model.config.get_text_config()):
         if getattr(shape, "output_router_logits", False):
             shape.output_router_logits = False
+
+
+def add_head(model: Any, names: Iterable[str], width: int, outputs: int, known: Known) -> None:
+    """Add a linear `head` that starts at zero, and `pooled`, the module before it.
+
+    Raises ConfigError if the encoder has one of the `names` itself.
+    """
+    if taken := next((name for name in names if hasattr(model, name)), None):
+        raise ConfigError(
+            f"model.config: model_type {model.config.model_type!r} has a {taken!r} of its own, where ours would stand; known "
+            f"are {known.examples}"
+        )
+    model.head, model.pooled = nn.Linear(width, outputs), nn.Identity()
+    for tensor in model.head.parameters():
+        nn.init.zeros_(tensor)
 
 
 def register_normalization(model: nn.Module, pixels: tuple[Any, Any]) -> None:
@@ -257,9 +268,7 @@ def transformers_config(config: Mapping[str, Any], auto: Any, known: Known) -> P
     """Return `transformers`' configuration of a config.json, for a model of one of `auto`'s classes. Raises ConfigError."""
     if config.get("quantization_config"):
         raise ConfigError(f"model.config.quantization_config: {_PACKED}")
-    sizes = keep_listed_keys(
-        PreTrainedConfig._decode_special_floats(dict(config))
-    )  # decoded as it does itself with a config.json
+    sizes = keep_listed_keys(config)
     kind = sizes.pop("model_type", None)
     try:
         shape = AutoConfig.for_model(kind, **sizes)
@@ -269,6 +278,12 @@ def transformers_config(config: Mapping[str, Any], auto: Any, known: Known) -> P
         raise ConfigError(f"model.config: {shorten_error(error)}; give the contents of the model's config.json") from None
     if type(shape) not in auto._model_mapping:
         raise ConfigError(f"model.config: model_type {kind!r} is not a {known.what}; known are {known.examples}")
+    parts = (value for key, value in config_values(shape.to_dict()) if key.rpartition(".")[2] == "model_type")
+    if found := sorted(UNSUPPORTED.intersection(map(str, parts))):
+        raise ConfigError(
+            f"model.config: model_type {found[0]!r}: its code uses weights past their layers, so no adapter fits; known are "
+            f"{known.examples}"
+        )
     return shape
 
 

@@ -19,8 +19,8 @@ from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.core.sanitize import shown
-from consilium.models.base_weights import refuse_adapter, refuse_adapter_tensors, tensor_names
 from consilium.models.untrusted_tokenizer import check_tokenizer_json, quoted
+from consilium.models.weight_files import refuse_adapter, refuse_adapter_tensors, tensor_names
 
 WANTED = "give a transformers folder with config.json, model.safetensors and tokenizer.json"
 CODELESS = (
@@ -128,10 +128,9 @@ def link_tokenizer(folder: Path) -> Iterator[Path]:
     with _temporary_view() as view:
         if model is not None:
             (view / "config.json").write_text(json.dumps(_tokenizer_entries(model)), encoding="utf-8")
-        if given is not None:
-            _write_settings(view, folder, "tokenizer_config.json", given)
-        if _is_present(folder / "special_tokens_map.json"):
-            _write_settings(view, folder, "special_tokens_map.json", read_json(folder, "special_tokens_map.json"))
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            if _is_present(folder / name):
+                (view / name).write_text(json.dumps(_allowed_settings(folder, name)), encoding="utf-8")
         if _is_present(folder / "added_tokens.json"):
             added = read_json(folder, "added_tokens.json")
             for token, at in added.items():
@@ -145,8 +144,7 @@ def link_tokenizer(folder: Path) -> Iterator[Path]:
             _link(view, folder, "chat_template.jinja", LONGEST_TEMPLATE)
         if _is_present(folder / PROGRAM):
             check_tokenizer_json(read_json(folder, PROGRAM), str(folder / PROGRAM))
-            _link(view, folder, PROGRAM, LARGEST_JSON)
-        for name in VOCABULARIES:
+        for name in (PROGRAM, *VOCABULARIES):
             if _is_present(folder / name):
                 _link(view, folder, name, LARGEST_JSON)
         yield view
@@ -162,10 +160,10 @@ def _tokenizer_entries(config: Mapping[str, Any]) -> dict[str, str]:
     return found | ({"transformers_version": version} if isinstance(version, str) and _VERSION.fullmatch(version) else {})
 
 
-def _write_settings(view: Path, folder: Path, name: str, given: Mapping[str, Any]) -> None:
-    """Write the allowed part of a tokenizer's settings. Raises CheckpointError for an allowed key with an invalid value."""
+def _allowed_settings(folder: Path, name: str) -> dict[str, Any]:
+    """Return the allowed part of a tokenizer's settings. Raises CheckpointError for an allowed key with an invalid value."""
     kept = dict[str, Any]()
-    for key, value in given.items():
+    for key, value in read_json(folder, name).items():
         fits = _is_valid_setting(key, value)
         if fits is False:
             raise CheckpointError(
@@ -173,7 +171,7 @@ def _write_settings(view: Path, folder: Path, name: str, given: Mapping[str, Any
                 "file that the model's publisher ships"
             )
         kept |= {key: value} if fits else {}
-    (view / name).write_text(json.dumps(kept), encoding="utf-8")
+    return kept
 
 
 def _is_valid_setting(key: str, value: Any) -> bool | None:

@@ -14,7 +14,6 @@ import struct
 import unicodedata
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 from consilium.core.errors import STOPS, CheckpointError, ConsiliumError
@@ -67,11 +66,19 @@ _KNOWN = frozenset(
     }
 )  # fmt: skip
 """Alternatives of published patterns that step back at most over one run of letters, digits or blanks."""
-_ESCAPE = re.compile(
-    r"\\(?:[pP]\{\^?\w{1,32}\}|[sSdDwWhHrntfv]|x[0-9A-Fa-f]{2}|x\{[0-9A-Fa-f]{1,6}\}|u[0-9A-Fa-f]{4}|[^\w\s])", re.ASCII
+_KNOWN_ALTERNATIVE = re.compile(rf"(?:{'|'.join(map(re.escape, sorted(_KNOWN)))})(?=\||\Z)")
+_ESCAPE = r"\\(?:[pP]\{\^?\w{1,32}\}|[sSdDwWhHrntfv]|x[0-9A-Fa-f]{2}|x\{[0-9A-Fa-f]{1,6}\}|u[0-9A-Fa-f]{4}|[^\w\s])"
+_INNER_CLASS = rf"\[(?!\^?\])(?:{_ESCAPE}|[^\\\[\]])+\]"
+_CLASS = rf"\[(?!\^?\])(?:{_ESCAPE}|{_INNER_CLASS}|[^\\\[\]])+\]"
+_ATOM = rf"(?:{_ESCAPE}|{_CLASS}|[^\\\[\](){{}}*+?|^$])"
+_PIECE = re.compile(
+    rf"(?:(?P<group>\((?:\?i:|\?:)?(?:{_ATOM}|\|)*\))|{_ATOM})"
+    r"(?:\{(?P<least>\d{1,3})(?:(?P<comma>,)(?P<most>\d{0,3}))?\}|(?P<sign>[?*+])\+?)?",
+    re.ASCII,
 )
-_TIMES = re.compile(r"\{(\d{1,3})(?:(,)(\d{0,3}))?\}|([?*+])\+?")
-_MOST_TIMES = 16
+"""A character, an escape, a class or a group of alternatives of these, with its repetition."""
+_MOST_WAYS = 2**10
+"""The most ways in which an alternative of a pattern may be read."""
 
 
 @contextmanager
@@ -126,14 +133,8 @@ def check_backend(tokenizer: Any, where: str) -> None:
             "give a folder with tokenizer.json"
         )
     steps = {name: getattr(backend, name) for name in _STEPS}
-    try:
-        _check_steps({name: None if step is None else json.loads(step.__getstate__()) for name, step in steps.items()})
-        if getattr(backend.model, "dropout", None):
-            raise ValueError(
-                f"model.dropout: {backend.model.dropout!r} draws tokens anew for every text, only null is possible"
-            )
-    except ValueError as error:
-        raise CheckpointError(f"model.checkpoint: {where}: {error}; {_REMEDY}") from None
+    program = {name: None if step is None else json.loads(step.__getstate__()) for name, step in steps.items()}
+    check_tokenizer_json(program | {"model": {"dropout": getattr(backend.model, "dropout", None)}}, where)
 
 
 def _check_steps(program: Mapping[str, Any]) -> None:
@@ -176,7 +177,7 @@ def _flat_steps(step: Any, where: str, depth: int = 0) -> Iterator[tuple[str, Ma
 
 
 def _checked_growth(step: Mapping[str, Any], where: str) -> float:
-    """Return how many characters a step may make from one. Raises ValueError if its pattern may be slow, see `why_slow`."""
+    """Return how many characters a step may make from one. Raises ValueError if its pattern may be slow, see `is_linear`."""
     kind = step["type"]
     if kind == "Precompiled":
         return _longest_replacement(step.get("precompiled_charsmap"), f"{where}.precompiled_charsmap")
@@ -234,110 +235,51 @@ def _checked_match_length(value: Any, where: str) -> int:
         return len(text)
     if not (isinstance(pattern := named.get("Regex"), str) and 0 < len(pattern) <= LONGEST_PATTERN):
         raise ValueError(f"{where}: {quoted(value)} is not a text or pattern")
-    if why := why_slow(pattern):
-        raise ValueError(f"{where}.Regex: {quoted(pattern)}: {why}")
+    if not is_linear(pattern):
+        raise ValueError(
+            f"{where}.Regex: {quoted(pattern)} may be searched for long: after what may repeat without limit only optional "
+            "characters and classes are possible"
+        )
     return 1
 
 
-def why_slow(pattern: str) -> str:
-    """Return why an Oniguruma pattern's search may take more than linear time; "" if it cannot.
+def is_linear(pattern: str) -> bool:
+    """Return whether Oniguruma's search for a pattern is known to take linear time.
 
-    Each alternative must be in _KNOWN, or be a sequence of characters and classes in which no mandatory one follows one with
-    unlimited repetition. Then the search never backtracks far.
+    Each alternative must be in _KNOWN, or be a sequence of characters, classes and plain groups in which no mandatory one
+    follows one with unlimited repetition. Then the search never backtracks far. A group around the whole pattern is opened.
     """
-    try:
-        for branch in _branches(pattern):
-            if branch not in _KNOWN:
-                _check_branch(branch)
-    except ValueError as error:
-        return str(error)
-    return ""
+    whole = pattern.startswith("(") and pattern.endswith(")") and _has_linear_alternatives(pattern[1:-1])
+    return whole or _has_linear_alternatives(pattern)
 
 
-def _branches(pattern: str) -> list[str]:
-    """Return the alternatives of a pattern. A pattern that is a single group is opened; one in _KNOWN stays whole."""
-    if pattern in _KNOWN:
-        return [pattern]
-    # (position, number of groups that are open behind it) of each character outside of escapes and classes
-    depths, at, depth = list[tuple[int, int]](), 0, 0
+def _has_linear_alternatives(pattern: str) -> bool:
+    at, begins, ways, endless = 0, True, 1, False
     while at < len(pattern):
-        if pattern[at] in "\\[":
-            at = _end_of_atom(pattern, at)
-            continue
-        depth += {"(": 1, ")": -1}.get(pattern[at], 0)
-        depths.append((at, depth))
-        at += 1
-    ends = [at for at, depth in depths if pattern[at] == "|" and depth == 0]
-    if ends:
-        return [pattern[start + 1 : end] for start, end in pairwise([-1, *ends, len(pattern)])]
-    closed = next((at for at, depth in depths if depth == 0), None)  # the end of a group that begins the pattern
-    if pattern.startswith("(") and not pattern.startswith("(?") and closed == len(pattern) - 1:
-        return _branches(pattern[1:-1])
-    return [pattern]
+        if pattern[at] == "|":
+            at, begins, ways, endless = at + 1, True, 1, False
+        elif begins and (known := _KNOWN_ALTERNATIVE.match(pattern, at)):
+            at = known.end()
+        elif piece := _PIECE.match(pattern, at):
+            at, begins = piece.end(), False
+            least, most = _repetitions(piece)
+            if (endless and least > 0) or (piece["group"] and most is None) or least > 2**9:
+                return False
+            if most is None:
+                endless = True
+            elif not least <= most <= least + 16 or (ways := ways * (most - least + 1)) > _MOST_WAYS:
+                return False
+        else:
+            return False
+    return True
 
 
-def _check_branch(branch: str) -> None:
-    """Raise ValueError for an alternative that may backtrack more than a few times."""
-    at, ways, endless = 0, 1, False
-    while at < len(branch):
-        start, at = at, _end_of_group(branch, at) if branch[at] == "(" else _end_of_atom(branch, at)
-        least, most, at = _times(branch, at)
-        if endless and least > 0:
-            raise ValueError(f"{ascii(branch[start:at])[:64]} must follow what may be there any number of times")
-        if branch[start] == "(" and most is None:
-            raise ValueError(f"{ascii(branch[start:at])[:64]} repeats a group")
-        endless = endless or most is None
-        ways *= 1 if most is None else most - least + 1
-        if ways > 2**10:
-            raise ValueError(f"{ascii(branch)[:64]} may be read in over {2**10} ways")
-
-
-def _times(branch: str, at: int) -> tuple[int, int | None, int]:
-    """Return (least, most, end) of the repetition at position `at`; most is None if unlimited. `end`: the position after it."""
-    found = _TIMES.match(branch, at)
-    if found is None:
-        return 1, 1, at
-    if branch[found.end() : found.end() + 1] in ("?", "*", "+") and found.end() < len(branch):
-        raise ValueError(f"{branch[at : found.end() + 1]!a}: repeats a repetition")
-    if found[4]:
-        least, most = {"?": (0, 1), "*": (0, None), "+": (1, None)}[found[4]]
-        return least, most, found.end()
-    least = int(found[1])
-    most = least if not found[2] else int(found[3]) if found[3] else None
-    if least > 2**9 or (most is not None and most - least > _MOST_TIMES):
-        raise ValueError(f"{found[0]} is over {_MOST_TIMES} times")
-    return least, most, found.end()
-
-
-def _end_of_atom(text: str, at: int) -> int:
-    """Return where the character, escape or class ends that begins here. Raises ValueError for anything else."""
-    if text[at] == "\\":
-        if found := _ESCAPE.match(text, at):
-            return found.end()
-        raise ValueError(f"{text[at : at + 8]!a} is not an escape known here")
-    if text[at] == "[":  # a class, which may hold others
-        begin, at = at, at + (2 if text[at + 1 : at + 2] == "^" else 1)
-        if text[at : at + 1] == "]":
-            raise ValueError(f"{text[begin : at + 1]!a} is an empty class")
-        while at < len(text) and text[at] != "]":
-            at = _end_of_atom(text, at) if text[at] in "\\[" else at + 1
-        if at >= len(text):
-            raise ValueError(f"{ascii(text[begin:])[:32]} has no end")
-        return at + 1
-    if text[at] in "](){}*+?|^$":
-        raise ValueError(f"{text[at]!r} at character {at + 1} has a meaning that is not allowed there")
-    return at + 1
-
-
-def _end_of_group(branch: str, at: int) -> int:
-    """Return where a group of alternatives ends, each of characters and classes once."""
-    found = re.compile(r"\((\?i:|\?:)?").match(branch, at)
-    at = found.end() if found else at
-    while at < len(branch) and branch[at] != ")":
-        at = at + 1 if branch[at] == "|" else _end_of_atom(branch, at)
-    if at >= len(branch):
-        raise ValueError(f"{ascii(branch)[:32]} has a group without end")
-    return at + 1
+def _repetitions(piece: re.Match[str]) -> tuple[int, int | None]:
+    """Return the least and the largest number of repetitions of a piece of a pattern; None if it is unlimited."""
+    if sign := piece["sign"]:
+        return {"?": (0, 1), "*": (0, None), "+": (1, None)}[sign]
+    least = int(piece["least"] or 1)
+    return least, least if not piece["comma"] else int(piece["most"]) if piece["most"] else None
 
 
 def quoted(value: Any) -> str:

@@ -81,7 +81,7 @@ def discrete_gaussian(count: int, deviation: int, bits: Bits = secret_bytes) -> 
 
 def _toss_acceptance(source: "_Coins", part: Integers, whole: Integers, deviation: int) -> Flags:
     """Return which candidates are accepted: each with probability exp(-(y - s)^2 / (2 s^2))."""
-    kept = source.toss_half_square(np.where(whole == 0, deviation - part, part), deviation)
+    kept = source.toss_exponential(np.where(whole == 0, deviation - part, part), deviation, power=2)
     for times in range(1, int(whole.max(initial=0))):
         far = np.flatnonzero(kept & (whole > times))
         kept[far] = source.toss_exponential(part[far], deviation)
@@ -123,25 +123,14 @@ class _Coins:
             running, k = running[fallen], k + 1
         return even
 
-    def toss_exponential(self, part: Integers, whole: int) -> Flags:
-        """Toss coins of probability exp(-part / whole), 0 <= part <= whole."""
+    def toss_exponential(self, part: Integers, whole: int, power: int = 1) -> Flags:
+        """Toss coins of probability exp(-x^power / power) for x = part / whole, 0 <= part <= whole; `power`: 1 or 2."""
 
         def toss(at: NDArray[np.intp], k: int) -> Flags:  # the k-th coin of the series for the entries at `at`
-            fallen = self._toss_one_in(len(at), k)
-            left = np.flatnonzero(fallen)
-            fallen[left] = self._toss_ratio(part[at[left]], whole)
-            return fallen
-
-        return self._toss_alternating(len(part), toss)
-
-    def toss_half_square(self, part: Integers, whole: int) -> Flags:
-        """Toss coins of probability exp(-(part / whole)^2 / 2)."""
-
-        def toss(at: NDArray[np.intp], k: int) -> Flags:  # the k-th coin of the series for the entries at `at`
-            fallen = self._toss_one_in(len(at), 2 * k)
-            for _ in range(2):
+            fallen = self._toss_one_in(len(at), power * k)
+            for _ in range(power):
                 left = np.flatnonzero(fallen)
-                fallen[left] = self._toss_ratio(part[at[left]], whole)
+                fallen[left] = self.below(len(left), whole) < part[at[left]]
             return fallen
 
         return self._toss_alternating(len(part), toss)
@@ -158,9 +147,6 @@ class _Coins:
             running = running[fallen]
             found[running] += 1
         return found
-
-    def _toss_ratio(self, part: Integers, whole: int) -> Flags:
-        return self.below(len(part), whole) < part
 
     def _toss_one_in(self, count: int, k: int) -> Flags:
         return np.ones(count, np.bool_) if k == 1 else self.below(count, k) == 0

@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from consilium.adapters.names import factor
-from consilium.core.linalg.lowrank import norm
-from consilium.core.linalg.norms import norm as joint_norm
+from consilium.core.lowrank import norm
 from consilium.core.messages import Tensors
+from consilium.core.norms import norm as joint_norm
 from consilium.privacy.discrete_gaussian import Bits, add_share, clip_to_grid
 from consilium.privacy.randomness import secret_bytes
 from consilium.privacy.secagg.arithmetic import UNIT
@@ -111,16 +111,11 @@ def privatized_coordinates(
     discrete_gaussian.py); 0 adds none. Tensors without an entry in `geometries` are their own coordinates. Raises RefusedError
     for values that are not finite.
     """
-    clean = whiten_update(geometries, update)
+    clean = {name: geometries[name].whiten(t) if name in geometries else t.double() for name, t in update.items()}
     groups = [{name: tensor} for name, tensor in clean.items()] if each else [clean]
     clipped = {name: tensor for group in groups for name, tensor in clip_to_grid(group, clip).items()}
     released = add_share(clipped, deviation, bits)
     return released, outcome_of(clean, to_real_numbers(clipped), to_real_numbers(released), deviation * UNIT)
-
-
-def whiten_update(geometries: Mapping[str, Geometry], update: Mapping[str, Tensor]) -> Tensors:
-    """Return an update's whitened coordinates by tensor name, float64."""
-    return {name: geometries[name].whiten(t) if name in geometries else t.double() for name, t in update.items()}
 
 
 def restore_update(geometries: Mapping[str, Geometry], coordinates: Tensors) -> Tensors:

@@ -23,7 +23,7 @@ from consilium.config.privacy import (
 )
 from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.core.schema import SMALLEST_NOISE
-from consilium.privacy.accounting.accountant import (
+from consilium.privacy.accounting import (
     SLACK,
     GaussianEvent,
     epsilon_of,
@@ -217,7 +217,7 @@ def make_plan(config: JobConfig, strategy: Strategy, num_units: int | None = Non
         found = _distributed_plan(config, privacy, releases)
     elif isinstance(privacy, SiteLevelDpConfig):
         paper = privacy.calibration == "paper"
-        found = paper_plan(config, privacy, strategy, releases, list(names)) if paper else site_plan(privacy, releases)
+        found = paper_plan(config, privacy, strategy, releases, list(names)) if paper else plan_of_releases(privacy, releases)
     elif num_units is not None:
         found = _local_plan(config, privacy, releases, num_units, strategy.traits.fits)
     else:
@@ -238,8 +238,9 @@ def _distributed_plan(config: JobConfig, privacy: PrivacyConfig, releases: int) 
     if masked is None:
         raise ConfigError(f"privacy.trust: 'distributed': {NEEDS_MASKS}")
     shares = honest_shares(masked.threshold or 0, config.federation.min_sites, masked.colluders)
-    made = site_plan(privacy, releases) if isinstance(privacy, SiteLevelDpConfig) else distributed_step_plan(privacy, releases)
-    found = replace(made, shares=shares, colluders=masked.colluders)
+    rate = 1.0 if isinstance(privacy, SiteLevelDpConfig) else privacy.sample_rate
+    assert rate is not None  # the section has it with trust distributed
+    found = replace(plan_of_releases(privacy, releases, rate), shares=shares, colluders=masked.colluders)
     if masked.bound is not None and masked.bound < found.largest_noised_number:
         raise ConfigError(
             f"secure_aggregation.bound: {masked.bound:g} is under the clip and {DEVIATIONS} deviations of a share of noise; "
@@ -268,20 +269,6 @@ def printed_plan(privacy: SiteLevelDpConfig, batch_size: int, steps: int, releas
     return Plan(privacy, kept, GaussianEvent(kept, slack=SLACK), releases, tensors)
 
 
-def site_plan(privacy: SiteLevelDpConfig, releases: int) -> Plan:
-    """Return the plan of `releases` releases at site level. Raises ConfigError for a budget that no noise can keep."""
-    return _plan(privacy, releases)
-
-
-def distributed_step_plan(privacy: DpSgdConfig, releases: int) -> Plan:
-    """Return the plan of `releases` DP-SGD steps over the units of all sites, the same for every site.
-
-    Raises ConfigError for a budget that no noise can keep.
-    """
-    assert privacy.sample_rate is not None
-    return _plan(privacy, releases, privacy.sample_rate)
-
-
 def _local_plan(config: JobConfig, privacy: DpSgdConfig, releases: int, num_units: int, passes: int) -> Plan:
     """Return the plan of DP-SGD at a site.
 
@@ -295,11 +282,14 @@ def _local_plan(config: JobConfig, privacy: DpSgdConfig, releases: int, num_unit
         )
     steps = passes * config.training.steps_per_round(num_units)
     rate = 1 / math.ceil(num_units / config.training.batch_size)  # a step draws about one batch
-    return _plan(privacy, releases, rate, steps)
+    return plan_of_releases(privacy, releases, rate, steps)
 
 
-def _plan(privacy: SiteLevelDpConfig | DpSgdConfig, releases: int, rate: float = 1.0, steps: int = 1) -> Plan:
-    """Return the plan of `releases` releases, each of `steps` Gaussian mechanisms on samples drawn with `rate`."""
+def plan_of_releases(privacy: PrivacyConfig, releases: int, rate: float = 1.0, steps: int = 1) -> Plan:
+    """Return the plan of `releases` releases, each of `steps` Gaussian mechanisms on samples drawn with `rate`.
+
+    Raises ConfigError for a budget that no noise can keep.
+    """
     sigma = privacy.noise_multiplier
     if sigma is None:
         assert privacy.epsilon is not None  # the section has one of them

@@ -7,8 +7,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from consilium.core.sanitize import shown
-from consilium.privacy.accounting.composition import VOID
-from consilium.privacy.ledger.audit_log import FILE, is_void
+from consilium.privacy.accounting import VOID
+from consilium.privacy.audit_log import FILE, is_void
 from consilium.report.tables import Table, columns, only_true, size_text, timestamp_text
 from consilium.report.untrusted_files import Number, as_finite_float
 
@@ -45,7 +45,7 @@ class _Message(BaseModel):
 
 
 def message_and_tensor_tables(record: Mapping[str, Any], run: str, strict: bool = False) -> tuple[Table, Table | None]:
-    """Return a table of the messages in an audit record, see ledger/audit.py, and one of their tensors, None without tensors.
+    """Return a table of the messages in an audit record, see audit_log.py, and one of their tensors, None without tensors.
 
     `run`: the end of both titles. A message of a form that no guard writes is counted in a note; if `strict`, it raises
     ValueError.
@@ -64,12 +64,7 @@ def message_and_tensor_tables(record: Mapping[str, Any], run: str, strict: bool 
         seen.setdefault(key, []).append(tensor.norm)
     rows = [[*key, str(len(v)), f"{min(v):.4g} to {max(v):.4g}"] for key, v in sorted(seen.items())][:MOST_ROWS]
     heads = columns("tensor", "shape", "type", "times", "norm")
-    left = Table(f"Tensors that left, as sent{run}", heads, rows) if rows else None
-    return _message_table(messages, unread, run), left
-
-
-def _message_table(messages: Sequence[_Message], unread: int, run: str) -> Table:
-    """Return a row per message that left the site."""
+    tensors = Table(f"Tensors that left, as sent{run}", heads, rows) if rows else None
     rows = []
     for one in messages[:MOST_ROWS]:
         epsilon, there = as_finite_float(one.privacy.get("epsilon")), one.tensors.values()
@@ -97,7 +92,7 @@ def _message_table(messages: Sequence[_Message], unread: int, run: str) -> Table
         f"{unread} messages are not as we write them; see consilium audit.": unread,
     }
     heads = columns("time", "message", "round", "tensors", "bytes", "norm", "epsilon so far", "beside them")
-    return Table(f"Messages that left this site{run}", heads, rows, only_true(notes))
+    return Table(f"Messages that left this site{run}", heads, rows, only_true(notes)), tensors
 
 
 def privacy_texts(messages: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -3,7 +3,9 @@
 matplotlib is imported when the first picture is drawn, because the import takes long.
 """
 
+import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,28 +57,44 @@ def draw_matrix(
     return image
 
 
-def _pick_evenly(rounds: Sequence[Any]) -> list[Any]:
+def pick_evenly(rounds: Sequence[Any]) -> list[Any]:
     """Return at most SHOWN rounds, evenly spread, with the first and the last."""
     return [rounds[i] for i in sorted({round(i) for i in np.linspace(0, len(rounds) - 1, min(SHOWN, len(rounds)))})]
 
 
-def plot_matrices(path: Path, rounds: Sequence[Mapping[str, Any]]) -> None:
-    """Draw one matrix per round. Its row is the site that receives, its column the site that gives.
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix to draw: its values (rows, columns), the names of both, and texts in place of the numbers."""
 
-    `rounds`: events with round, sites and values.
+    title: str
+    values: np.ndarray
+    rows: Sequence[str]
+    columns: Sequence[str]
+    texts: Any = None
+
+
+def plot_matrices(path: Path, found: Sequence[Matrix], across: str, down: str, bar: bool = False, **looks: Any) -> None:
+    """Draw matrices, four in a row. `across`, `down`: labels of the axes. `bar`: with a bar of colours.
+
+    Zhu et al., "DEeR" (IEEE TMI 2025), Figure 4, shows confusion tables of several methods so.
     """
-    picked = _pick_evenly(rounds)
-    across = min(4, len(picked))
-    down = -(-len(picked) // across)
-    picture = figure.Figure(figsize=(3.2 * across, 3.0 * down), layout="constrained")
-    axes = np.ravel(picture.subplots(down, across, squeeze=False))
-    for axis, event in zip(axes, picked, strict=False):
-        draw_matrix(axis, np.asarray(event["values"]), event["sites"], event["sites"], vmin=0, vmax=1)
-        axis.set_title(f"round {event['round'] + 1}", fontsize=9)
-    for axis in axes[len(picked) :]:
+    count = min(4, len(found))
+    lines = -(-len(found) // count)
+    rows, columns = (max(map(len, side)) for side in zip(*((one.rows, one.columns) for one in found), strict=True))
+    cell = 0.45 if columns <= NUMBERED else 0.2
+    wide, high = max(1.5 + cell * columns, 2.8), max(1.3 + cell * rows, 2.2)
+    picture = figure.Figure(figsize=(count * wide, lines * high), layout="constrained")
+    axes = picture.subplots(lines, count, squeeze=False)
+    for axis, one in zip(axes.flat, found, strict=False):
+        image = draw_matrix(axis, one.values, one.rows, one.columns, one.texts, **looks)
+        axis.set_title(textwrap.fill(one.title, int(12 * wide)), fontsize=9)
+        axis.set_xlabel(across, fontsize=8)
+        axis.set_ylabel(down, fontsize=8)
+    for axis in axes.flat[len(found) :]:
         axis.axis("off")
-    picture.suptitle("rows receive, columns give", fontsize=9)
-    write_figure(path, picture, dpi=110)
+    if bar:
+        picture.colorbar(image, ax=axes, shrink=0.8)
+    write_figure(path, picture, dpi=130)
 
 
 def plot_curves(path: Path, rounds: Sequence[Mapping[str, float]], from_zero: bool = False) -> None:
@@ -110,7 +128,7 @@ def plot_curves(path: Path, rounds: Sequence[Mapping[str, float]], from_zero: bo
 
 def plot_drift(path: Path, rounds: Sequence[tuple[tuple[int, int], Mapping[str, float]]]) -> None:
     """Draw how far each adapter moved in local training, in the order from the model's input; a line per round and phase."""
-    phased, picked = any(phase for (_, phase), _ in rounds), _pick_evenly(rounds)
+    phased, picked = any(phase for (_, phase), _ in rounds), pick_evenly(rounds)
     picture = figure.Figure(figsize=(7, 3.6), layout="constrained")
     axis = picture.subplots()
     for place, ((number, phase), values) in enumerate(picked):
@@ -122,32 +140,3 @@ def plot_drift(path: Path, rounds: Sequence[tuple[tuple[int, int], Mapping[str, 
     axis.set_ylabel("change / its size before", fontsize=8)
     axis.legend(fontsize=7, ncols=2)
     write_figure(path, picture, dpi=110)
-
-
-def plot_cross_sites(path: Path, values: np.ndarray, models: Sequence[str], sites: Sequence[str], title: str) -> None:
-    """Draw the score of each site's model (rows) on each site's data (columns)."""
-    picture = figure.Figure(figsize=(2.6 + 0.55 * len(sites), 2.0 + 0.45 * len(models)), layout="constrained")
-    axis = picture.subplots()
-    image = draw_matrix(axis, values, models, sites)
-    axis.set_title(title, fontsize=9)
-    axis.set_xlabel("tested on", fontsize=8)
-    axis.set_ylabel("model of", fontsize=8)
-    picture.colorbar(image, ax=axis, shrink=0.8)
-    write_figure(path, picture, dpi=150)
-
-
-def plot_confusions(path: Path, tables: Mapping[str, np.ndarray], classes: Sequence[str]) -> None:
-    """Draw a panel per model with the share of each true class that was predicted as each class, and counts if there is room.
-
-    Zhu et al., "DEeR" (IEEE TMI 2025), Figure 4, shows such pictures of several methods.
-    """
-    side = max(3.2, 0.45 * len(classes) + 1.5)
-    picture = figure.Figure(figsize=(side * len(tables), side), layout="constrained")
-    for axis, (stage, counts) in zip(picture.subplots(1, len(tables), squeeze=False)[0], tables.items(), strict=True):
-        shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-        texts = [[f"{count:.0f}" for count in row] for row in counts]
-        draw_matrix(axis, shares, classes, classes, texts, cmap="Blues", vmin=0, vmax=1)
-        axis.set_title(stage, fontsize=9)
-        axis.set_xlabel("predicted", fontsize=7)
-        axis.set_ylabel("true", fontsize=7)
-    write_figure(path, picture, dpi=150)

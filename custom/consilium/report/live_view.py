@@ -1,5 +1,9 @@
-"""Progress of a run: as JSON for admins, and in a terminal as a bar with a live table or as plain lines."""
+"""Progress of a run: as JSON for admins, and in a terminal as a bar with a live table or as plain lines.
 
+`RunFraction` counts a run's steps, for this view and that of studies.
+"""
+
+import math
 import statistics
 import time
 from abc import ABC, abstractmethod
@@ -11,12 +15,11 @@ from typing import Any, Self
 import yaml
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, SPLITS, TRAIN_LOSS, MetricKey, Stage
 from consilium.core.sanitize import LIMIT, count_with_noun, rich_line, shown
-from consilium.report.run_fraction import RunFraction
-from consilium.report.tables import Column, Table, only_true, terminal_table
+from consilium.report.tables import Column, Table, duration_text, only_true, shorten_names, terminal_table
 from consilium.report.untrusted_files import Line, as_finite_float, place_of, read_events
 from consilium.tasks.registry import Scores, task_scores
 
@@ -139,6 +142,47 @@ def _progress_by_site(lines: list[Line]) -> dict[str, Any]:
 
 # live view -------------------------------------------------------------------------------------------------------------
 
+
+class RunFraction:
+    """An observer that counts the steps of a run of `rounds` rounds.
+
+    Each site is weighted by its number of steps in the round. Before a site's first step in the run, the mean of the other
+    sites' numbers is used.
+    """
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds, self.round, self.phase, self.phases = rounds, 0, 0, 1
+        self._asked: set[str] = set()
+        self._done: dict[str, int] = {}
+        self._finished: set[str] = set()
+        self._steps: dict[str, int] = {}
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """Take one event of a Coordinator or a Site."""
+        match event["event"]:
+            case "round":
+                self.round, self.phase, self.phases = event["round"], event["phase"], event["phases"]
+                self._asked, self._done, self._finished = set(event["sites"]), {}, set()
+            case "step":
+                self._steps[event["site"]], self._done[event["site"]] = event["steps"], event["step"]
+            case "metrics" if TRAIN_LOSS in event["metrics"]:  # without it, they are of the final evaluation
+                self._finished.add(event["site"])
+            case "refused":
+                self._finished.add(event["site"])
+            case "ended":
+                self.rounds = event["round"]
+
+    @property
+    def fraction(self) -> float:
+        """The fraction of the rounds that is done, from 0 to 1."""
+        known = [self._steps[name] for name in self._asked if name in self._steps]
+        mean = statistics.fmean(known) if known else 1.0
+        steps = {name: self._steps.get(name, mean) for name in self._asked}
+        done = sum(n if name in self._finished else min(self._done.get(name, 0), n) for name, n in steps.items())
+        part = done / total if (total := sum(steps.values())) else 0.0
+        return min((self.round + (self.phase + part) / self.phases) / self.rounds, 1.0)
+
+
 LINE = 2000
 """Characters of a line, at most. Names and reasons in it have limits of their own."""
 AROUND = 10
@@ -160,8 +204,9 @@ class LiveScreen(ABC):
     def __init__(self, console: Console, title: str, total: int) -> None:
         self.console = console
         text = TextColumn("{task.description}", markup=False)
-        self._bar = Progress(text, BarColumn(None), TextColumn("{task.fields[eta]}"), TimeElapsedColumn(), expand=True)
-        self._task = self._bar.add_task(shown(title, 40), total=total, eta="")
+        times = (TextColumn("ETA"), TimeRemainingColumn(), TimeElapsedColumn())
+        self._bar = Progress(text, BarColumn(None), *times, expand=True, speed_estimate_period=math.inf)
+        self._task = self._bar.add_task(shown(title, 40), total=total)
         live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self.render)
         self._live = live if console.is_terminal else None
 
@@ -178,10 +223,16 @@ class LiveScreen(ABC):
     def render(self) -> Group:
         """Return the bar and the lines below it."""
 
-    def update_bar(self, done: float, now: str, eta: str) -> Progress:
-        """Set the bar to `done` units of work, with the texts `now` and `eta`, and return it."""
-        self._bar.update(self._task, completed=done, description=now, eta=f"ETA {eta}" if eta else "")
+    def update_bar(self, done: float, now: str) -> Progress:
+        """Set the bar to `done` units of work, with the text `now`, and return it."""
+        self._bar.update(self._task, completed=done, description=now)
         return self._bar
+
+    @property
+    def eta(self) -> str:
+        """The estimated time until all work is done, as "ETA 12.0 s"; "" if it is unknown, and at the end."""
+        left = self._bar.tasks[0].time_remaining
+        return f"ETA {duration_text(left)}" if left else ""
 
     def say(self, text: str, style: str = "") -> None:
         """Print a whole line. A terminal wraps it; in a file it stays one line."""
@@ -199,66 +250,51 @@ class LiveView(LiveScreen):
         self.sites: dict[str, dict[str, Any]] = {}
         self.losses: dict[str, float] = {}
         self.score, self.loading, self._said = scores.leading[0], "", set[str]()
-        super().__init__(console, title, rounds)  # calls render, so it comes last
+        super().__init__(console, title, 1)  # calls render, so it comes last
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Take one event of a Coordinator or a Site."""
         self.run(event)
-        if handler := getattr(self, f"_on_{event['event']}", None):
-            handler(event)
+        self.update_bar(self.run.fraction, "")
+        row = self.sites.setdefault(shown(event["site"]), {"state": ""}) if event.get("site") else {}
+        match event["event"]:
+            case "site":
+                row["state"] = READY
+            case "loading":  # of one site, or for all sites; without a terminal it is printed once
+                row["state"] = what = f"loading {shown(event['what'])}"
+                self.loading = self.loading if event["site"] else f"{what} ..."
+                if not self._live and what not in self._said:
+                    self._said.add(what)
+                    self.say(f"{what} ...")
+            case "round":
+                self.loading = ""
+                states = dict.fromkeys(self.sites, "") | {shown(name): WAITING for name in event["sites"]}
+                for name, state in states.items():
+                    self.sites.setdefault(name, {})["state"] = state
+            case "privacy":
+                self.say(f"privacy: {event['claim']}")
+                for warning in event["warnings"]:
+                    self.say(f"privacy: {warning}", "yellow")
+            case "ended":
+                self.say(early_stop_text(event))
+            case "step":
+                row |= {"state": f"step {event['step']}/{event['steps']}", "loss": event["loss"]}
+            case "evaluate":
+                row["state"] = f"scoring {event['stage'].rpartition('/')[2]}"
+            case "refused":
+                row["state"] = "refused"
+                when = refusal_time_text(event, self.run.rounds)
+                self.say(f"{shown(event['site'])}: refused {when}: {shown(event['reason'])}", "red")
+            case "metrics":
+                self._take_metrics(event, row)
         if event["event"] in SAID:
             words, field, style = SAID[event["event"]]
             text = shown(event[field], LIMIT if "site" in event else LINE)
             self.say(words.format(text, site=shown(event.get("site", ""))), style)
 
-    def _row(self, event: Mapping[str, Any]) -> dict[str, Any]:
-        return self.sites.setdefault(shown(event["site"]), {"state": ""})
-
-    def _on_site(self, event: Mapping[str, Any]) -> None:
-        self._row(event)["state"] = READY
-
-    def _on_loading(self, event: Mapping[str, Any]) -> None:
-        """Show what a site loads, or what is loaded for all sites ("site" is ""). Without a terminal, print it once."""
-        what = f"loading {shown(event['what'])}"
-        if event["site"]:
-            self._row(event)["state"] = what
-        else:
-            self.loading = f"{what} ..."
-        if not self._live and what not in self._said:
-            self._said.add(what)
-            self.say(f"{what} ...")
-
-    def _on_round(self, event: Mapping[str, Any]) -> None:
-        self.loading = ""
-        for row in self.sites.values():
-            row["state"] = ""
-        for name in event["sites"]:
-            self._row({"site": name})["state"] = WAITING
-
-    def _on_privacy(self, event: Mapping[str, Any]) -> None:
-        self.say(f"privacy: {event['claim']}")
-        for warning in event["warnings"]:
-            self.say(f"privacy: {warning}", "yellow")
-
-    def _on_ended(self, event: Mapping[str, Any]) -> None:
-        self.say(early_stop_text(event))
-
-    def _on_step(self, event: Mapping[str, Any]) -> None:
-        row = self._row(event)
-        row |= {"state": f"step {event['step']}/{event['steps']}", "loss": event["loss"]}
-
-    def _on_evaluate(self, event: Mapping[str, Any]) -> None:
-        self._row(event)["state"] = f"scoring {event['stage'].rpartition('/')[2]}"
-
-    def _on_refused(self, event: Mapping[str, Any]) -> None:
-        self._row(event)["state"] = "refused"
-        self.say(
-            f"{shown(event['site'])}: refused {refusal_time_text(event, self.run.rounds)}: {shown(event['reason'])}", "red"
-        )
-
-    def _on_metrics(self, event: Mapping[str, Any]) -> None:
+    def _take_metrics(self, event: Mapping[str, Any], row: dict[str, Any]) -> None:
         """Take a site's scores. Without a terminal, print its training loss and leading score, if there are any."""
-        metrics, row, closing = event["metrics"], self._row(event), TRAIN_LOSS not in event["metrics"]
+        metrics, closing = event["metrics"], TRAIN_LOSS not in event["metrics"]
         if found := reported_scores(metrics):  # a round may go without validation
             self.score = self.scores.leading_name(found)
         scored = {stage: value for stage in Stage if (value := score_of(metrics, stage, self.score)) is not None}
@@ -274,19 +310,14 @@ class LiveView(LiveScreen):
             told = told or "nothing to score"
         else:
             phase = f" phase {self.run.phase + 1}/{self.run.phases}" if self.run.phases > 1 else ""
-            when, eta = f"round {event['round'] + 1}/{self.run.rounds}{phase}", self._eta_text()
-            told = "  ".join(part for part in (f"loss {row['loss']:.3f}", told, eta and f"ETA {eta}") if part)
+            when = f"round {event['round'] + 1}/{self.run.rounds}{phase}"
+            told = "  ".join(part for part in (f"loss {row['loss']:.3f}", told, self.eta) if part)
         self.say(f"{when}  {shown(event['site'])}: {told}")
-
-    def _eta_text(self) -> str:
-        left = self.run.seconds_left
-        return "" if left is None else f"{left:.0f} s"
 
     def render(self) -> Group:
         """Return the bar and a row per site."""
         rounds = self.run.rounds
-        now = self.loading or f"round {min(self.run.round + 1, rounds)}/{rounds}"
-        bar = self.update_bar(self.run.fraction * rounds, now, self._eta_text())
+        bar = self.update_bar(self.run.fraction, self.loading or f"round {min(self.run.round + 1, rounds)}/{rounds}")
         return Group(
             bar, *([terminal_table(self._table(), self.console.width, "a wider terminal has them")] if self.sites else [])
         )
@@ -300,8 +331,9 @@ class LiveView(LiveScreen):
         left = Counter(IDLE.get(self.sites[name]["state"], "at work") for name in first[room:])
         others = ", ".join(f"{count} {state}" for state, count in left.items())
         said = {self.scores.label(self.score): self.scores.pixel_grid(self.score), f"and {left.total()} more: {others}": left}
+        short = shorten_names(first[:room], max(16, self.console.width - 54))
         rows = [
-            [name, row["state"].ljust(16), *(f"{row[key]:.3f}" if key in row else "" for key in headings)]
+            [short[name], row["state"].ljust(16), *(f"{row[key]:.3f}" if key in row else "" for key in headings)]
             for name, row in ((name, self.sites[name]) for name in sorted(first[:room]))
         ]
         heads = [

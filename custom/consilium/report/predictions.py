@@ -1,33 +1,40 @@
-"""predictions.png: what each model of a run predicts for a few pictures, beside the references.
+"""predictions.png: what each model of a run predicts for a few pictures, beside the references; and cases.json and cases/.
 
-It shows patients, so it stays at the site. The PNG's metadata has the positions of its parts. So a simulation can join rows
-from several sites, and `compare` can join the predictions from several runs.
+predictions.png shows patients, so it stays at the site. The PNG's metadata has the positions of its parts. So a simulation can
+join rows from several sites, and `compare` can join the predictions from several runs.
+
+cases.json and cases/ have the final score of each unit, and pictures or texts of the best, the median and the worst unit. A
+unit is what the task scores: an image, a volume, a patient or a text record. A site writes these files into its own folder.
+They show patients, so only this user can read them, and no message contains them.
 """
 
 import colorsys
 import io
+import json
 import math
+import textwrap
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from PIL import Image, ImageChops, ImageDraw, ImageFilter, ImageFont
 from PIL.PngImagePlugin import PngInfo
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
-from rich.cells import cell_len
 
 from consilium.core.lazy import Tensor
 from consilium.core.messages import Stage
 from consilium.core.sanitize import first_names_text, shown
 from consilium.core.storage import write_atomic
+from consilium.report.private_logging import log_failed_drawing
 from consilium.report.tables import shorten_names
 from consilium.report.untrusted_files import read_plain
-from consilium.tasks.base import Examples, Segmented
+from consilium.tasks.base import Answered, Classified, Examples, Segmented, Shown, ShowsUnits, Task, UnitScores
 
 # image grid ------------------------------------------------------------------------------------------------------------
 # Draw the parts of a figure in pixels: texts that fit a width, pictures with masks on them, and a page of such parts.
@@ -145,6 +152,8 @@ PANEL, GAP, MARGIN = 300, 12, 16
 """Pixels of a tile's width, of the gap between tiles, and of the margin around a page."""
 LINE, POINTS = 40, 24
 """Pixels of a line of text, and of its letters. A tile is PANEL + LINE high: a picture and a line for its score."""
+LETTERS = 18
+"""Letters per line of a heading. Most fit a tile; wider ones are cut."""
 EDGE = 48
 """Width in pixels of the strip for a site's name."""
 KEYS = 24
@@ -259,33 +268,17 @@ def _draw_legend(classes: tuple[str, ...], width: int, grid: str) -> Image.Image
 def _sheet(page: Page, names: Sequence[str] = ()) -> tuple[Image.Image, Layout]:
     """Return a picture of the tiles under their headings, with the rows' `names` upright at the left; and its layout."""
     (columns, key), step, high = page, PANEL + GAP, PANEL + LINE + GAP
-    face, titles = font(POINTS, True), list(columns)
-    for cells in range(max(map(cell_len, titles)), 0, -1):  # until each title fits over a tile in two lines
-        short = shorten_names(titles, cells)
-        if all(fit_text(text, PANEL, face) == shown(text) for title in short.values() for text in _two_lines(title)):
-            break
-    lines = [_two_lines(short[title]) for title in titles]
-    top, left, rows = LINE * (1 + any(second for _, second in lines)) + 8, EDGE * bool(names), len(columns[PICTURE])
+    short = shorten_names(list(columns), 2 * LETTERS)
+    lines = [textwrap.wrap(short[title], LETTERS) or [""] for title in columns]
+    top, left, rows = LINE * max(map(len, lines)) + 8, EDGE * bool(names), len(columns[PICTURE])
     parts = []
     for x, heading, tiles in zip(range(left, left + 100 * step, step), lines, columns.values(), strict=False):
-        parts += [
-            *(
-                (x, y, draw_text(line, (PANEL, LINE), POINTS, bold=True))
-                for y, line in zip((0, LINE), heading, strict=True)
-                if line
-            ),
-            *((x, top + row * high, tile) for row, tile in enumerate(tiles)),
-        ]
+        parts += [(x, y * LINE, draw_text(line, (PANEL, LINE), POINTS, bold=True)) for y, line in enumerate(heading)]
+        parts += [(x, top + row * high, tile) for row, tile in enumerate(tiles)]
     for row, name in enumerate(names):
         upright = draw_text(name, (PANEL, EDGE), POINTS, bold=True).transpose(Image.Transpose.ROTATE_90)
         parts.append((0, top + row * high, upright))
     return arrange([*parts, (left, top + rows * high, key)]), Layout(list(columns), rows, top)
-
-
-def _two_lines(name: str) -> tuple[str, str]:
-    """Return a name in two lines. The second is empty if the name fits into one."""
-    half = name if len(name) <= 20 else name[:20].rpartition(" ")[0] or name[:20]
-    return half, name[len(half) :].strip()
 
 
 def write_page(path: Path, page: Page, names: Sequence[str] = ()) -> None:
@@ -323,3 +316,143 @@ def read_page(path: Path) -> Page | None:
         for x, title in zip(range(MARGIN, right, step), layout.titles, strict=True)
     }
     return columns, body.crop((MARGIN, bottom, body.width - MARGIN, body.height - MARGIN))
+
+
+# best, median and worst cases -------------------------------------------------------------------------------------------
+
+CASES, FOLDER = "cases.json", "cases"
+WHICH = ("best", "median", "worst")
+ENDING = ".jpg"
+SIDE, QUALITY = 288, 88
+"""Pixels of a picture's side, and the quality of its JPEG."""
+LIKELIEST, LONGEST = 5, 4000
+"""Classes listed per picture (the likeliest ones), and characters kept per text, at most."""
+FORM = 1
+"""Version of the format of cases.json. A reader refuses any other."""
+
+
+class Closing:
+    """Collects, while a final evaluation scores one model after the other, a few predictions and the selected units.
+
+    `first`: predictions of the first samples, by model. `scored`: each unit's score, by model. `cases`: each model's answers
+    for the selected units. `picked`: numbers of the best, median and worst unit. `by`: the model whose scores selected them,
+    which is the first one scored. `problems`: a line per error in this class; such an error never changes a score.
+    """
+
+    def __init__(self) -> None:
+        self.first: dict[Stage, Examples] = {}
+        self.scored: dict[Stage, UnitScores] = {}
+        self.cases: dict[Stage, Shown] = {}
+        self.picked: dict[str, int] = {}
+        self.by: Stage | None = None
+        self.problems: list[str] = []
+
+    def collect_predictions(self, stage: Stage, task: Task, model: Any, split: str) -> None:
+        """Collect a model's predictions. Called right after the task scored the whole split with this model."""
+        with self._note_errors(PREDICTIONS):
+            if (examples := task.examples(model, split)) is not None:
+                self.first[stage] = examples
+        with self._note_errors(CASES):
+            if not isinstance(task, ShowsUnits) or task.scored is None:
+                return
+            if self.by is None:
+                self.by, self.picked = stage, pick(task.scored)
+            elif task.scored.names != self.scored[self.by].names:
+                raise ValueError(f"the {stage} model was scored on other samples")  # a file became unreadable
+            self.scored[stage] = task.scored
+            samples = [self.scored[self.by].samples[number] for number in self.picked.values()]
+            if samples and (found := task.show(model, split, samples)) is not None:
+                count = len(found.answers if isinstance(found, Answered) else found.images)
+                self.cases |= {stage: found} if count == len(samples) else {}
+
+    def write(self, folder: Path, about: Mapping[str, Any], more: Callable[[], None]) -> list[str]:
+        """Write predictions.png, cases.json and cases/ into a site's folder, then call `more`. Return the problems.
+
+        `about`: further fields of cases.json. `more`: writes the site's diagnostics; its error becomes a problem too.
+        """
+        with self._note_errors(PREDICTIONS):
+            write_predictions(folder / PREDICTIONS, self.first)
+        with self._note_errors(CASES):
+            if self.by is not None:
+                by = self.by
+                first, pictures = self.scored[by], self._pictures()
+                for stale in (folder / FOLDER).glob(f"*{ENDING}"):  # of an earlier evaluation
+                    stale.unlink()
+                for name, image in pictures.items():
+                    file = io.BytesIO()
+                    image.save(file, "JPEG", quality=QUALITY, subsampling=0)
+                    write_atomic(folder / FOLDER / name, file.getvalue())
+                values = {str(stage): list(map(_number, scored.values)) for stage, scored in self.scored.items()}
+                classes = next((list(one.classes) for one in self.cases.values() if isinstance(one, Segmented)), [])
+                found = {"form": FORM, **about, "score": first.score, "lower": first.lower, "by": str(by), "units": first.names}
+                cases = [self._case_fields(place, which, number) for place, (which, number) in enumerate(self.picked.items())]
+                found |= {"values": values, "classes": classes, "cases": cases, "pictures": sorted(pictures)}
+                write_atomic(folder / CASES, json.dumps(found, allow_nan=False).encode())
+        with self._note_errors("diagnostics"):
+            more()
+        return self.problems
+
+    def _case_fields(self, place: int, which: str, number: int) -> dict[str, Any]:
+        """Return the fields of one case: its reference and each model's answer as text or probabilities; None for masks.
+
+        `place`: the case's index in `picked`; `which`: best, median or worst; `number`: the unit's number.
+        """
+        found: dict[str, Any] = {"which": which, "unit": number, "said": {}}
+        for stage, one in self.cases.items():
+            found["said"][str(stage)] = None
+            if isinstance(one, Answered):
+                found["said"][str(stage)] = one.answers[place][:LONGEST]
+                found |= {"prompt": one.prompts[place][:LONGEST], REFERENCE: one.references[place][:LONGEST]}
+            elif isinstance(one, Classified):
+                probabilities, true = one.predictions[place], int(one.references[place])
+                likeliest = probabilities.argsort(descending=True)[:LIKELIEST].tolist()
+                named = dict.fromkeys([*likeliest, true])
+                found["said"][str(stage)] = [[one.classes[i], _number(float(probabilities[i]))] for i in named]
+                found[REFERENCE] = one.classes[true]
+        return found
+
+    def _pictures(self) -> dict[str, Image.Image]:
+        """Return pictures by file name: each case's picture and, for masks, the reference and each model's prediction on it."""
+        found: dict[str, Image.Image] = {}
+        for stage, one in self.cases.items():
+            for place, which in enumerate(self.picked if not isinstance(one, Answered) else ()):
+                image = one.images[place]  # type: ignore[union-attr]
+                if case_file_name(which, PICTURE) not in found:
+                    found[case_file_name(which, PICTURE)] = panel(image, SIDE)
+                if isinstance(one, Segmented):
+                    found.setdefault(case_file_name(which, REFERENCE), overlay(image, one.references[place], SIDE))
+                    masks = overlay(image, one.predictions[place], SIDE)
+                    found[case_file_name(which, str(stage))] = draw_outlines(masks, one.references[place])
+        return found
+
+    @contextmanager
+    def _note_errors(self, what: str) -> Iterator[None]:
+        """Turn an error in the block into a line of `problems`."""
+        try:
+            yield
+        except Exception as error:
+            self.problems.append(log_failed_drawing(what, error))
+
+
+def pick(scored: UnitScores) -> dict[str, int]:
+    """Return the numbers of the best, the median and the worst unit that have a score.
+
+    Of units with equal scores the first is taken. No unit is taken twice, so fewer than three units give fewer cases.
+    """
+    known = [number for number, value in enumerate(scored.values) if not math.isnan(value)]
+    ordered = sorted(known, key=lambda number: scored.values[number], reverse=not scored.lower)
+    places = {"best": 0, "worst": len(ordered) - 1, "median": len(ordered) // 2}
+    found: dict[str, int] = {}
+    for which, place in places.items() if ordered else ():
+        if ordered[place] not in found.values():
+            found[which] = ordered[place]
+    return {which: found[which] for which in WHICH if which in found}
+
+
+def _number(value: float) -> float | None:
+    return round(value, 6) if math.isfinite(value) else None
+
+
+def case_file_name(which: str, what: str) -> str:
+    """Return the file name of a case's picture. `what`: PICTURE, REFERENCE or a model."""
+    return f"{which}-{what}{ENDING}"

@@ -39,8 +39,8 @@ def results_table(
     `test_only` sites are below the means and in no mean. The title names the sites that were `refused` in the closing
     evaluation. If there is no score at all, the rows have the last training `losses`.
     """
-    named = first_names_text(sorted(refused)) if len(refused) < 4 else f"{len(refused)} sites"
-    missing = f"; {named} refused in the final evaluation" if refused else ""
+    whose = first_names_text(sorted(refused)) if len(refused) < 4 else f"{len(refused)} sites"
+    missing = f"; {whose} refused in the final evaluation" if refused else ""
     split = split_of(results) or ""
     names = {name for metrics in results.values() for name in metrics}
     leading = scores.leading_name(key.metric for name in names if (key := MetricKey.parse(name)))
@@ -57,12 +57,15 @@ def results_table(
         rows = [[site, number_text(losses.get(site))] for site in sorted(results)]
         return Table(f"{title}: {why}{missing}", columns("site", "training loss"), rows, _notes(results, split, scores))
     inside, below = ({site: results[site] for site in sorted(results) if (site in test_only) is only} for only in (False, True))
-    means = [MEAN, BY_N] if there[0][1] == COUNT else [MEAN]
-    rows = [
-        *([site, *(_cell(one, key) for key, *_ in there)] for site, one in inside.items()),
-        *([which, *(_mean_cell(inside, key, which == BY_N) for key, *_ in there)] for which in means),
-        *([site, *(_cell(one, key) for key, *_ in there)] for site, one in below.items()),
-    ]
+    means: dict[str, dict[str, float]] = {}
+    for which in [MEAN, BY_N] if there[0][1] == COUNT else [MEAN]:
+        keys = [str(key) for key, heading, _ in there if heading not in (INTERVAL, COUNT)]
+        found = {key: mean_of(inside, key, which == BY_N) for key in keys}
+        if which == BY_N:
+            found[str(there[0][0])] = sum(one.get(str(there[0][0]), 0) for one in inside.values())
+        means[which] = {name: value for name, value in found.items() if value is not None}
+    named = (*inside.items(), *means.items(), *below.items())
+    rows = [[name, *(_cell(one, key) for key, *_ in there)] for name, one in named]
     notes = dict.fromkeys(scores.meanings[key.metric] for key, *_ in there if key.metric in scores.meanings)
     about = {
         "n: how many a site scored, and its weight in the mean by n": BY_N in means,
@@ -94,25 +97,11 @@ def _notes(results: Results, split: str, scores: Scores) -> list[str]:
 
 
 def _cell(metrics: Mapping[str, float], key: MetricKey) -> str:
-    if key.metric.endswith(LOW):
-        return f"{number_text(metrics.get(str(key)))}–{number_text(metrics.get(str(key).removesuffix(LOW) + HIGH))}".replace(
-            "-–-", "-"
-        )
-    return _count_text(metrics.get(str(key))) if key.metric == COUNT else number_text(metrics.get(str(key)))
-
-
-def _mean_cell(results: Results, key: MetricKey, weighted: bool) -> str:
-    """Return one cell of a row of means.
-
-    In column n, the row "mean by n" has the sum and the row "mean" is empty. Interval cells are empty.
-    """
-    if key.metric == COUNT:
-        return _count_text(sum(one.get(str(key), 0) for one in results.values())) if weighted else ""
-    return "" if key.metric.endswith(LOW) else number_text(mean_of(results, str(key), weighted))
-
-
-def _count_text(value: float | None) -> str:
-    return number_text(value) if finite_score(value) is None else f"{value:.0f}"
+    """Return a score, an interval or a count as a text; "-" without it."""
+    text = number_text(metrics.get(str(key)))
+    if key.metric.endswith(LOW) and text != "-":
+        return f"{text}–{number_text(metrics.get(str(key).removesuffix(LOW) + HIGH))}"
+    return f"{metrics[str(key)]:.0f}" if key.metric == COUNT and text != "-" else text
 
 
 def mean_of(results: Results, metric: str, weighted: bool = False) -> float | None:
@@ -191,7 +180,8 @@ class CrossSiteMatrix:
 
     def write(self, folder: Path) -> None:
         """Write the matrix as a picture and as JSON."""
-        figures.plot_cross_sites(folder / PICTURE, np.array(self.values, float), self.models, self.sites, self.title)
+        found = figures.Matrix(self.title, np.array(self.values, float), self.models, self.sites)
+        figures.plot_matrices(folder / PICTURE, [found], "tested on", "model of", bar=True)
         write_atomic(folder / VALUES, json.dumps(asdict(self), indent=1).encode())
 
 
@@ -232,6 +222,16 @@ def confusions(results: Results, classes: Sequence[str]) -> dict[str, np.ndarray
         if key is not None and key.metric in pairs and key.split == split_of(results):
             found.setdefault(str(key.stage), np.zeros((len(classes), len(classes))))[pairs[key.metric]] += count
     return {str(stage): found[stage] for stage in Stage if stage in found}
+
+
+def plot_confusions(path: Path, results: Results, classes: Sequence[str]) -> None:
+    """Draw the share of each true class that was predicted as each class, by model, if there are confusion counts."""
+    shown = []
+    for stage, counts in confusions(results, classes).items():
+        shares, texts = counts / np.maximum(counts.sum(1, keepdims=True), 1), [[f"{n:.0f}" for n in row] for row in counts]
+        shown.append(figures.Matrix(stage, shares, classes, classes, texts))
+    if shown:
+        figures.plot_matrices(path, shown, "predicted", "true", cmap="Blues", vmin=0, vmax=1)
 
 
 def confusion_tables(results: Results, classes: Sequence[str]) -> dict[str, list[Table]]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 import yaml
 from filelock import FileLock, Timeout
 
@@ -20,18 +21,17 @@ from consilium.config.code_digest import strategy_code_digest
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
 from consilium.core.lazy import torch
-from consilium.core.linalg.norms import norm
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, NOT_PRIVATE, Payload, Tensors
+from consilium.core.norms import norm
 from consilium.core.registry import installed_version
 from consilium.core.sanitize import shown
 from consilium.core.storage import file_lock, make_private_folder, open_private, write_atomic
 from consilium.privacy.plan import Plan
 from consilium.report import figures
-from consilium.report.results_table import confusions
+from consilium.report.results_table import plot_confusions
 from consilium.report.run_record import PACKAGES, roles_of
-from consilium.report.tensorboard_file import FOLDER, EventFile
-from consilium.report.tracking import Tracker
-from consilium.report.untrusted_files import place_of, read_lines
+from consilium.report.tracking import FOLDER, EventFile, Tracker
+from consilium.report.untrusted_files import place_of, read_json, read_lines
 from consilium.strategies.strategy import Role, RoundResults, ServerState, Strategy
 
 LOCK, MOMENT = ".run.lock", 1.0
@@ -85,12 +85,13 @@ class RunLog:
                 self._figures.setdefault(event["title"], []).append(event)
             if event["event"] == "diagnostics" and place_of(event) < (state.round, state.phase):
                 self._curves.append(event["values"])
-        self._write_event({"event": "resumed", "round": state.round, "phase": state.phase})
+        self.record("resumed", round=state.round, phase=state.phase)
         return self._write_job_and_versions()
 
-    def record_phase_start(self, state: ServerState, sites: list[str]) -> None:
-        """Record that a phase begins, and the sites that are asked for a result."""
-        self._write_event({"event": "started", "round": state.round, "phase": state.phase, "sites": sites})
+    def record(self, event: str, **fields: Any) -> None:
+        """Write one event with the current time. `LINES` in untrusted_files.py has the fields of those that are read again."""
+        self._file.write(json.dumps({"time": time.time(), "event": event, **fields}) + "\n")
+        self._file.flush()
 
     def _write_job_and_versions(self) -> list[str]:
         """Write job.yaml and versions.json. Return a line for each version that has changed since the run began.
@@ -100,7 +101,8 @@ class RunLog:
         """
         write_atomic(self.folder / "job.yaml", yaml.safe_dump(self._config.model_dump(), sort_keys=False).encode())
         found = versions() | self._config.packages | {"code": strategy_code_digest(self._config)}
-        before = {name: told for name, told in _read_versions(self.folder / VERSIONS).items() if name in found}
+        former = read_json(self.folder / VERSIONS)
+        before = {name: told for name, told in former.items() if name in found and isinstance(told, str)}
         changed = {name: f"{told}{THEN}{found[name]}" for name, told in before.items() if told.split(THEN)[-1] != found[name]}
         write_atomic(self.folder / VERSIONS, json.dumps(found | before | changed, indent=1).encode())
         return [f"{name} {told}" for name, told in changed.items() if name != "platform"]
@@ -110,11 +112,7 @@ class RunLog:
         self._write_job_and_versions()
         roles = roles_of(strategy, initial)
         counts = {role.value: sum(initial[name].numel() for name, one in roles.items() if one is role) for role in Role}
-        self._write_event({"event": "parameters", "round": 0, "phase": 0, **counts})
-
-    def record_start_adapter(self, sha256: str) -> None:
-        """Record the SHA-256 of the adapter with which all sites begin."""
-        self._write_event({"event": "start", "round": 0, "phase": 0, "adapter_sha256": sha256})
+        self.record("parameters", round=0, phase=0, **counts)
 
     def record_join(self, round: int, site: str, ledger: str, test_only: bool = False, seeded: bool = False) -> None:
         """Record that a site takes part, and the last seal of its privacy ledger. Each later result brings a newer seal.
@@ -122,9 +120,9 @@ class RunLog:
         `seeded`: the site's noise comes from a seed.
         """
         marks = {name: True for name, true in (("test_only", test_only), ("seeded", seeded)) if true}
-        line = {"event": "joined", "site": site, "round": round, "ledger": ledger} | marks
+        line: dict[str, Any] = {"event": "joined", "site": site, "round": round, "ledger": ledger} | marks
         self._note_site_marks(line)
-        self._write_event(line)
+        self.record(**line)
 
     def _note_site_marks(self, joined: dict[str, Any]) -> None:
         """Note whether a site only tests, and whether its noise comes from a seed."""
@@ -140,18 +138,10 @@ class RunLog:
         """Record one accepted result and its weight in the mean."""
         up, down = payload_bytes(result.tensors), self._down.get(site, 0)
         values = result.metrics | {BYTES_UP: float(up), BYTES_DOWN: float(down)}
-        place = {"event": "result", "site": site, "round": result.round, "phase": result.phase}
-        self._write_event(place | {"weight": weight, "metrics": values, "ledger": result.ledger})
+        place = {"site": site, "round": result.round, "phase": result.phase}
+        self.record("result", **place, weight=weight, metrics=values, ledger=result.ledger)
         self._write_scalars(site, values | ({"update/norm": norm(result.tensors)} if self._sizes else {}), result.round)
         self._phase.append(values)
-
-    def record_refusal(self, refusal: dict[str, Any]) -> None:
-        """Record why a site's message was refused; see Coordinator.refuse."""
-        self._write_event(refusal)
-
-    def record_stop(self, reason: str) -> None:
-        """Record why the run stopped before it was finished."""
-        self._write_event({"event": "stopped", "reason": reason})
 
     def record_phase_end(
         self, state: ServerState, sites: list[str], epsilon: float | None = None, mean: RoundResults | None = None
@@ -161,7 +151,7 @@ class RunLog:
         `sites`: sites whose results are in the phase's `mean`. The norm of `mean` goes to TensorBoard if it is tensors by name.
         """
         told = {} if epsilon is None else {"privacy/epsilon": epsilon}
-        self._write_event({"event": "concluded", "round": state.round, "phase": state.phase, "sites": sites} | told)
+        self.record("concluded", round=state.round, phase=state.phase, sites=sites, **told)
         if isinstance(mean, dict) and all(isinstance(tensor, torch.Tensor) for tensor in mean.values()):
             told["update/norm"] = norm(mean)
         self._write_scalars("server", told, state.round)
@@ -171,7 +161,7 @@ class RunLog:
     def record_diagnostics(self, state: ServerState, values: dict[str, float]) -> None:
         """Record the numbers that a strategy measured in a phase. `finish` draws them as curves."""
         if values:
-            self._write_event({"event": "diagnostics", "round": state.round, "phase": state.phase, "values": values})
+            self.record("diagnostics", round=state.round, phase=state.phase, values=values)
             self._write_scalars("server", values, state.round)
             self._curves.append(values)
 
@@ -179,7 +169,7 @@ class RunLog:
         """Record matrices whose rows and columns are sites. `finish` draws the matrices of all rounds."""
         for title, matrix in matrices.items():
             stale = {name: state.round - 1 - last for name, last in state.reported.items()}
-            line = {
+            line: dict[str, Any] = {
                 "event": "figure",
                 "round": state.round - 1,
                 "title": title,
@@ -187,24 +177,19 @@ class RunLog:
                 "staleness": stale,
                 "values": matrix.tolist(),
             }
-            self._write_event(line)
+            self.record(**line)
             self._figures.setdefault(title, []).append(line)
-
-    def record_held_out_scores(self, site: str, result: Payload) -> None:
-        """Record the scores, before the round's training, of a site that did not train in this round."""
-        self._write_event({"event": "held_out", "site": site, "round": result.round, "metrics": result.metrics})
 
     def record_final_scores(self, site: str, result: Payload) -> None:
         """Record a site's final evaluation."""
         self.results[site] = result.metrics
-        line = {"event": "final", "site": site, "round": result.round, "metrics": result.metrics}
-        self._write_event(line | {"ledger": result.ledger})
+        self.record("final", site=site, round=result.round, metrics=result.metrics, ledger=result.ledger)
         self._write_scalars(site, result.metrics, result.round)
 
     def record_early_end(self, ending: Mapping[str, Any]) -> None:
         """Record that the rounds ended early, see server/coordinator.py."""
         self._rounds = ending["round"]
-        self._write_event({"event": "ended", "phase": 0, **ending})
+        self.record("ended", phase=0, **ending)
 
     def finish(self, plan: Plan | None = None) -> None:
         """Write results.json, the pictures and, for a private run, privacy.json. Called only at the end of a finished run."""
@@ -213,11 +198,14 @@ class RunLog:
         if plan is not None:
             write_atomic(self.folder / "privacy.json", json.dumps(plan.with_seeded(self.seeded).summary(), indent=1).encode())
         for title, rounds in self._figures.items():
-            figures.plot_matrices(self.folder / f"{title}.png", rounds)
+            of_rounds = [
+                figures.Matrix(f"round {one['round'] + 1}", np.asarray(one["values"]), one["sites"], one["sites"])
+                for one in figures.pick_evenly(rounds)
+            ]
+            figures.plot_matrices(self.folder / f"{title}.png", of_rounds, "gives", "receives", vmin=0, vmax=1)
         if self._curves:
             figures.plot_curves(self.folder / "diagnostics.png", self._curves)
-        if tables := confusions(self.results, self._classes):
-            figures.plot_confusions(self.folder / "confusion.png", tables, self._classes)
+        plot_confusions(self.folder / "confusion.png", self.results, self._classes)
         trained = [one for site, one in self.results.items() if site not in self._test_only]
         self._write_scalars(MEANS, mean_metrics(trained), self._rounds)
         write_atomic(self.folder / "results.json", json.dumps(self.results, indent=1, sort_keys=True).encode())
@@ -229,10 +217,6 @@ class RunLog:
         self._lock.release()
         if self._tracker:
             self._tracker.close(self._finished)
-
-    def _write_event(self, values: dict[str, Any]) -> None:
-        self._file.write(json.dumps({"time": time.time(), **values}) + "\n")
-        self._file.flush()
 
     def _write_scalars(self, site: str, values: dict[str, float], step: int) -> None:
         self._events.setdefault(site, EventFile(self.folder / FOLDER / site)).add_scalars(values, step)
@@ -285,18 +269,9 @@ def payload_bytes(tensors: Tensors) -> int:
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
-def _read_versions(path: Path) -> dict[str, str]:
-    """Return the versions in a versions.json; {} if it is missing or damaged. Versions do not affect results."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return {str(name): told for name, told in found.items() if isinstance(told, str)} if isinstance(found, dict) else {}
-
-
 def incompatible_version(folder: Path) -> str:
     """Return the version of Consilium that made a run; "" if its minor version is this one's or versions.json lacks it."""
-    told = _read_versions(folder / VERSIONS).get("consilium", "").split(THEN)[-1]
+    told = str(read_json(folder / VERSIONS).get("consilium", "")).split(THEN)[-1]
     return shown(told, 40) if told.split(".")[:2] != __version__.split(".")[:2] else ""
 
 

@@ -23,7 +23,7 @@ from consilium.core.messages import BYTES_DOWN, BYTES_UP, HELD_OUT, SPLITS, TRAI
 from consilium.core.registry import Plugins, installed_version
 from consilium.core.sanitize import first_names_text, shown
 from consilium.core.schema import flatten_settings
-from consilium.core.storage import lock_folder, write_atomic
+from consilium.core.storage import make_private_folder, write_atomic
 from consilium.report.untrusted_files import Line, Number, read_events, read_json, read_plain, strict_model, subfolders
 from consilium.strategies.strategy import Role, Strategy
 from consilium.tasks.registry import TASKS, Scores
@@ -239,11 +239,6 @@ class RunRecord:
         return None if private is None else (self.privacy or {"epsilon": {}})["epsilon"].get(f"{private.delta:g}")
 
     @cached_property
-    def code_versions(self) -> dict[str, str]:
-        """The digest of the code and the versions of packages."""
-        return {name: one for name, one in self.versions.items() if name not in MACHINE and one != "not installed"}
-
-    @cached_property
     def parameter_counts(self) -> dict[Role, int] | None:
         """Numbers of shared, local and frozen parameters, by role; None if they are not on record."""
         recorded = next(self.lines_of("parameters"), None)
@@ -359,14 +354,12 @@ def roles_of(strategy: Strategy, names: Iterable[str]) -> dict[str, Role]:
 
 
 # study cells -----------------------------------------------------------------------------------------------------------
-# The list of the cells that each study in a workspace has now. `study run` writes it; reports, comparisons and `use` read it.
+# The list of the cells that the study in a workspace has now. `study run` writes it; reports, comparisons and `use` read it.
 
-CELLS, KEPT = "cells", "studies.json"
+CELLS, LIST = "cells", "study.json"
 RUNS = Path("runs/studies")
 """The folder of the studies' workspaces, unless --workspace gives another."""
-
-
-_CELLS = TypeAdapter(dict[str, dict[str, dict[str, str]]])
+_LABELS = TypeAdapter(dict[str, dict[str, str]])
 
 
 @dataclass(frozen=True)
@@ -382,51 +375,40 @@ class StudyCell:
         return ",".join(f"{shown(axis)}={shown(value)}" for axis, value in self.labels.items())
 
 
-def save_cells(workspace: Path, study: str, cells: Mapping[str, Mapping[str, str]]) -> None:
-    """Save the labels of a study's cells, by folder, in the study's order. The entries of other studies stay."""
-    with lock_folder(workspace):
-        write_atomic(workspace / KEPT, json.dumps(_read_study_cells(workspace) | {study: dict(cells)}, indent=1).encode())
+def save_cells(workspace: Path, cells: Mapping[str, Mapping[str, str]]) -> None:
+    """Save the labels of a study's cells, by folder, in the study's order."""
+    write_atomic(make_private_folder(workspace) / LIST, json.dumps(dict(cells), indent=1).encode())
 
 
-def study_cells(workspace: Path, study: str = "") -> list[StudyCell]:
-    """Return the cells of one or all studies of a workspace that have begun. Without a saved list, return all cells."""
+def study_cells(workspace: Path) -> list[StudyCell]:
+    """Return the cells of the study in a workspace that have begun. Without a valid list, return all cells."""
     there = {one.name: one for one in subfolders(workspace / CELLS)}
-    if kept := _read_study_cells(workspace):
-        cells = [own for title, own in kept.items() if study in ("", title)]
-        labels = {name: one for own in cells for name, one in own.items() if name in there}
-        return [StudyCell(there[name], one) for name, one in labels.items()]
-    return [StudyCell(folder, _read_labels(folder)) for folder in there.values()]
+    try:
+        labels = _LABELS.validate_python(read_json(workspace / LIST), strict=True)
+    except ValidationError:
+        labels = {}
+    return [StudyCell(there[name], labels[name]) for name in labels if name in there] or list(map(_stored_cell, there.values()))
 
 
 def cell_folder(path: Path) -> Path:
     """Return the folder of the cell that a path STUDY/AXIS=VALUE,AXIS=VALUE names; any other path is returned unchanged.
 
-    STUDY is a workspace, a study's file, or WORKSPACE/NAME if several studies share a workspace.
-
-    Raises ConfigError, with a list of the finished cells, if the path names a study only, or no cell or two cells fit.
+    STUDY is a workspace, or a study's file. Raises ConfigError, with a list of the finished cells, if the path names a study
+    only, or no cell or two cells fit.
     """
     if path.parent.is_file():
         path = RUNS / path.parent.stem / path.name
     study = path if (path / CELLS).is_dir() and not (path / "job.yaml").exists() else path.parent
-    title = study.name if not study.exists() and study.name in _read_study_cells(study.parent) else ""
-    study = study.parent if title else study
     if (path.exists() and study != path) or not (study / CELLS).is_dir():
         return path
-    done = [cell for cell in study_cells(study, title) if (cell.folder / "results.json").is_file()]
+    done = [cell for cell in study_cells(study) if (cell.folder / "results.json").is_file()]
     wanted = "" if study == path else ",".join(part.strip() for part in path.name.split(","))
-    if wanted and (meant := [cell.folder for cell in done if cell.name == wanted]):
-        if len(meant) > 1:
-            titles = [title for title, cells in _read_study_cells(study).items() if meant[0].name in cells]
-            titles += [title for title, cells in _read_study_cells(study).items() if meant[1].name in cells]
-            if titles:
-                paths = " or ".join(shown(study / one / wanted, 200) for one in dict.fromkeys(titles))
-                raise ConfigError(f"{shown(study, 200)}: {wanted} is a run of several studies; give {paths}")
-            raise ConfigError(
-                f"{shown(study, 200)}: {wanted} is two runs, {CELLS}/{meant[0].name} and {CELLS}/{meant[1].name}, of two forms "
-                "of a study or of two studies; run `consilium study run` again, which keeps what is the study's now, or move "
-                "the older folder away"
-            )
+    meant = [cell.folder for cell in done if wanted and cell.name == wanted]
+    if len(meant) == 1:
         return meant[0]
+    if meant:
+        folders = " and ".join(f"{CELLS}/{one.name}" for one in meant)
+        raise ConfigError(f"{shown(study, 200)}: {wanted} is the name of {folders}; give the folder of one")
     known = sorted({cell.name for cell in done} - {""})
     raise ConfigError(f"{shown(path)}: which run of the study? Give {shown(study)}/ and one of: {join_names(known)}")
 
@@ -436,28 +418,17 @@ def join_names(names: list[str]) -> str:
     return first_names_text([shown(name) for name in names], 20) or "none"
 
 
-def orphaned_cells(workspace: Path, study: str, present: Iterable[str]) -> list[Path]:
-    """Return the folders of cells that belong to no study any more.
-
-    `present`: the cells that `study` has now. Other studies have the cells in the workspace's list.
-    """
-    known = {*present, *(name for key, cells in _read_study_cells(workspace).items() if key != study for name in cells)}
+def orphaned_cells(workspace: Path, present: Iterable[str]) -> list[Path]:
+    """Return the folders of cells that are not among the `present` ones, because the study has changed."""
+    known = set(present)
     return [one for one in subfolders(workspace / CELLS) if one.name not in known and (one / "cell.json").is_file()]
 
 
 def cell_name_of(folder: Path) -> str:
     """Return the value on each axis of the cell in a folder, as in `method=IAT,seed=0`; "" for a run of no study."""
-    return StudyCell(folder, _read_labels(folder)).name
+    return _stored_cell(folder).name
 
 
-def _read_labels(folder: Path) -> dict[str, str]:
+def _stored_cell(folder: Path) -> StudyCell:
     labels = read_json(folder / "cell.json").get("labels")
-    return labels if isinstance(labels, dict) else {}
-
-
-def _read_study_cells(workspace: Path) -> dict[str, dict[str, dict[str, str]]]:
-    """Return the saved labels of each study's cells; {} if the file is missing, damaged or from a former version."""
-    try:
-        return _CELLS.validate_python(read_json(workspace / KEPT), strict=True)
-    except ValidationError:
-        return {}
+    return StudyCell(folder, labels if isinstance(labels, dict) else {})

@@ -22,10 +22,8 @@ from rich.text import Text
 
 from consilium.core.sanitize import csv_cell, markdown_cell, rich_line, shown
 
-NARROW = 14
-"""Characters of a shortened heading, at most."""
-ROOMS = (48, 36, 28, 22, 16)
-"""Widths in characters to which names in a table that is too wide are shortened. They are tried in turn."""
+WRAPPED = 16
+"""Cells of a terminal to which a column of texts is narrowed, at most. Its texts wrap."""
 TEX_COLUMN, TEX_PAGE = 229.0, 469.0
 """Widths in points of a column and of a page of LaTeX's two-column article. Journals' columns are not narrower."""
 TEX_LETTER, TEX_GAP, TEX_TEXT = 4.8, 6.0, 60.0
@@ -52,8 +50,7 @@ class Column:
 class Table:
     """A table of texts. The first column names the rows.
 
-    `best`: cells (row, column) in bold. `sums`: rows of means or sums. `caption`, `detail_caption`: whole sentences that LaTeX
-    prints in place of title and notes, for the table and for its table of details. `whole`: names are never shortened.
+    Title and notes are the sentences of LaTeX's caption. `best`: cells (row, column) in bold. `sums`: rows of means or sums.
     `appendix`: LaTeX puts the table into the appendix.
     """
 
@@ -63,9 +60,6 @@ class Table:
     notes: Sequence[str] = ()
     best: Set[tuple[int, int]] = frozenset()
     sums: Set[int] = frozenset()
-    caption: str = ""
-    detail_caption: str = ""
-    whole: bool = False
     appendix: bool = False
 
 
@@ -100,106 +94,57 @@ def only_true(texts: Mapping[str, object]) -> list[str]:
 def terminal_table(table: Table, width: int, elsewhere: str = "--format md has them") -> Group:
     """Return a table for a terminal of `width` cells, with its notes.
 
-    If the table is too wide, headings are put into two lines and shortened, and names are shortened (unless `whole`). If that
-    is not enough, columns are dropped by rank, and a note names them and says where to find them (`elsewhere`). If no column
-    can be dropped any more, each cell gets a line of its own.
+    If the table is too wide, headings of numbers get several lines, and texts wrap to WRAPPED cells or more. If that is not
+    enough, columns are dropped by rank, and a note names them and says where to find them (`elsewhere`). If no column can be
+    dropped any more, each cell gets a line of its own.
     """
-    texts, right = [[shown(text) for text in row] for row in table.rows], [one.right for one in table.columns]
-    names = [text for row in texts for text, number in zip(row, right, strict=True) if not number]
-    longest = max(map(cell_len, [*names, ""]))
-    headings = [shown(one.heading) for one in table.columns]
-    short = shorten_names(headings, NARROW)
-    heads = [headings, list(map(_two_lines, headings)), [short[one] for one in headings]]
-    rooms = [
-        shorten_names(names, longest),
-        *(shorten_names(names, room) for room in ROOMS if room < longest and not table.whole),
-    ]
-
-    def room(place: int, head: Sequence[str], written: Mapping[str, str]) -> int:
-        """Return a column's width in terminal cells, with a blank on each side."""
-        parts = [*head[place].split("\n"), *(row[place] if right[place] else written[row[place]] for row in texts)]
-        return 2 + max(map(cell_len, parts))
-
-    looks = [*itertools.product(rooms, heads[:2]), *((written, heads[2]) for written in rooms)]
     most = max(one.rank for one in table.columns)
-    for keep, (written, head) in itertools.product(range(most, -1, -1), looks):
-        places = [i for i, one in enumerate(table.columns) if one.rank <= keep]
-        if sum(room(place, head, written) for place in places) <= width:
-            cells = [[row[i] if right[i] else written[row[i]] for i in places] for row in texts]
-            grid = _grid(table, places, [head[i] for i in places], cells)
+    for keep, wraps in itertools.product(range(most, -1, -1), (False, True)):
+        grid, least = _grid(table, [place for place, one in enumerate(table.columns) if one.rank <= keep], wraps)
+        if least <= width:
             break
     else:
-        pairs = [(heading, text) for row in table.rows for heading, text in zip(headings, row, strict=True) if text]
-        starts = {place for place, (heading, _) in enumerate(pairs) if heading == headings[0]}
-        keep, grid = most, wrapping_grid(Table("", columns("", ""), pairs, sums=starts))
-    gone = [one for one, column in zip(headings, table.columns, strict=True) if column.rank > keep]
+        headings = [one.heading for one in table.columns]
+        pairs = [pair for row in table.rows for pair in (*zip(headings, row, strict=True), ("", ""))]
+        names = {(place, 1) for place, (heading, _) in enumerate(pairs) if heading == headings[0]}
+        keep, (grid, _) = most, _grid(Table("", [Column("", right=False)] * 2, pairs, best=names), (0, 1), True)
+    gone = [shown(one.heading) for one in table.columns if one.rank > keep]
     notes = [*table.notes, *([f"no room here for: {', '.join(dict.fromkeys(gone))}; {elsewhere}"] if gone else [])]
     title = [rich_line(table.title, "italic", 1000)] if table.title else []
     return Group(*title, grid, *(rich_line(note, "dim", limit=2000) for note in notes), Text(""))
 
 
-def _two_lines(heading: str) -> str:
-    """Return a heading, broken into two lines at the blank nearest to its middle."""
-    blanks = [i for i, letter in enumerate(heading) if letter == " "]
-    middle = min(blanks, key=lambda i: abs(2 * i - len(heading)), default=None)
-    return heading if middle is None else f"{heading[:middle]}\n{heading[middle + 1 :]}"
-
-
-def _grid(table: Table, places: Sequence[int], heads: Sequence[str], cells: Sequence[Sequence[str]]) -> Grid:
-    """Return the columns at `places` as a grid without wrapping. The best cells and the rows of `sums` are bold."""
-    grid = Grid(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
-    for i, head in zip(places, heads, strict=True):
-        grid.add_column(Text(head), justify="right" if table.columns[i].right else "left", no_wrap=True)
-    for index, row in enumerate(cells):
+def _grid(table: Table, places: Sequence[int], wraps: bool) -> tuple[Grid, int]:
+    """Return the columns at `places` for a terminal, and the cells that they need at least. Best cells and sums are bold."""
+    headed = any(table.columns[place].heading for place in places)
+    grid, least = Grid(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), show_header=headed), 0
+    for place in places:
+        right, head = table.columns[place].right, shown(table.columns[place].heading)
+        cells = max((cell_len(shown(row[place], 2000)) for row in table.rows), default=0)
+        if right and wraps:
+            head = "\n".join(textwrap.wrap(head, max(cells, 6), break_long_words=False))
+        widest = max(cells, *map(cell_len, head.split("\n")))
+        grid.add_column(Text(head), "", justify="right" if right else "left", overflow="fold", no_wrap=right or not wraps)
+        least += 2 + (widest if right or not wraps else min(widest, WRAPPED))
+    for index, row in enumerate(table.rows):
         if (index in table.sums) != (index - 1 in table.sums):
             grid.add_section()
-        bold = [index in table.sums or (index, i) in table.best for i in places]
-        grid.add_row(*(Text(text, "bold" if strong else "") for text, strong in zip(row, bold, strict=True)))
-    return grid
-
-
-def wrapping_grid(table: Table) -> Grid:
-    """Return a table as a grid whose cells wrap and lose no text. Each row of `sums` begins a section."""
-    headed = any(one.heading for one in table.columns)
-    grid = Grid(box=SIMPLE, pad_edge=False, show_header=headed, title=rich_line(table.title) if table.title else None)
-    grid.title_justify = "left"
-    for place, one in enumerate(table.columns):
-        fixed = place == 0 and not headed
-        grid.add_column(one.heading, justify="right" if one.right and headed else "left", overflow="fold", no_wrap=fixed)
-    for place, row in enumerate(table.rows):
-        if place in table.sums:
-            grid.add_section()
-        grid.add_row(*(rich_line(text, limit=2000) for text in row))
-    return grid
+        bold = [index in table.sums or (index, place) in table.best for place in places]
+        grid.add_row(*(rich_line(row[i], "bold" if strong else "", 2000) for i, strong in zip(places, bold, strict=True)))
+    return grid, least
 
 
 def shorten_names(names: Sequence[str], width: int) -> dict[str, str]:
     """Return for each name a text of at most `width` terminal cells: the name, or its beginning and end.
 
-    Different names get different texts. If `width` is too small for that, some texts are longer.
+    Different names get different texts: those that would be shortened to the same text stay whole.
     """
     found: dict[str, str] = {}
-    used: set[str] = set()
-    tried: Counter[str] = Counter()
-    for name in sorted(set(names), key=lambda n: (cell_len(n) > width, n)):
-        first = short = _shorten_middle(name, width, "…")
-        while short in used:  # number the names that would be shortened to the same text
-            tried[first] += 1
-            short = _shorten_middle(name, width, f"…{tried[first] + 1}")
-        found[name] = short
-        used.add(short)
-    return found
-
-
-def _shorten_middle(name: str, width: int, mark: str) -> str:
-    """Return equally long parts of the name's beginning and end around `mark`, together at most `width` terminal cells.
-
-    A name that fits stays whole if `mark` is "…"; a numbered `mark` is always inserted. If no part fits, return `mark`.
-    """
-    if cell_len(name) <= width and mark == "…":
-        return name
-    cuts = (name[: (kept + 1) // 2] + mark + name[len(name) - kept // 2 :] for kept in range(len(name), -1, -1))
-    return next((cut for cut in cuts if cell_len(cut) <= width), mark)
+    for name in names:
+        cuts = (name[: (kept + 1) // 2] + "…" + name[len(name) - kept // 2 :] for kept in range(len(name) - 1, -1, -1))
+        found[name] = name if cell_len(name) <= width else next((cut for cut in cuts if cell_len(cut) <= width), "…")
+    counts = Counter(found.values())
+    return {name: short if counts[short] == 1 else name for name, short in found.items()}
 
 
 def markdown_text(tables: Iterable[Table], notes: Sequence[str] = ()) -> str:
@@ -272,14 +217,12 @@ def latex_text(tables: Iterable[Table], notes: Sequence[str] = ()) -> str:
         details = [i for i, column in enumerate(table.columns) if column.detail]
         empty = [i for i in range(1, len(table.columns)) if table.rows and all(row[i] in ("-", "") for row in table.rows)]
         rest = [i for i in range(1, len(table.columns)) if i not in (*details, *empty)]
-        for page, places, about in (
-            (more if table.appendix else main, rest, table.caption),
-            (more, details, table.detail_caption),
-        ):
-            about = about or " ".join(map(sentence, [table.title, *table.notes]))
+        for page, places in ((more if table.appendix else main, rest), (more, details)):
+            title = f"{table.title}, by site" if places is details else table.title
+            about = " ".join(map(sentence, [title, *table.notes]))
             for piece in _pieces(table, places) if places or places is rest else ():
                 for start in range(0, max(len(table.rows), 1), MOST_ROWS):
-                    label = tex_label("tab", table.title + " by site" * (places is details), labels)
+                    label = tex_label("tab", title, labels)
                     page += _environment(table, piece, range(start, min(start + MOST_ROWS, len(table.rows))), about, label)
     parts = [
         *main,

@@ -18,10 +18,8 @@ from consilium.core.seeding import seed_for
 from consilium.core.storage import load_state, save_state
 from consilium.federation.job import Job
 from consilium.strategies.heterogeneity_leakage import Move, drift_and_leakage
-from consilium.strategies.heterogeneous_ranks.exact_server import factored_global_update
-from consilium.strategies.heterogeneous_ranks.layer_factors import shapes
-from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks, layer_changes, oracle_drift
 from consilium.strategies.strategy import Role, ServerState, SiteResult
+from consilium.strategies.unequal_ranks import UnequalRanks, factored_global_update, layer_changes, oracle_drift, shapes
 
 ORACLE = "oracle"
 """The run name under which a site stores the tensors that the oracle trained."""

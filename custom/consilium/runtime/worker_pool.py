@@ -22,7 +22,7 @@ from consilium.core.messages import Hello, Kind, Observer, Payload, Tensors, loa
 from consilium.core.schema import validate
 from consilium.federation.job import Job, build_model
 from consilium.privacy.guard.guard import Guard
-from consilium.privacy.secagg.simulated_identities import FOLDER as IDENTITIES, read_simulated_identity
+from consilium.privacy.secagg.certificates import FOLDER as IDENTITIES, read_simulated_identity
 from consilium.privacy.secagg.terms import Message
 from consilium.training.joint_forward import copy_sharing_base
 

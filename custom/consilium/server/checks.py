@@ -13,8 +13,8 @@ from torch import Tensor
 
 from consilium.adapters.adapter_state import LARGEST as LARGEST_ADAPTER
 from consilium.core.errors import ConsiliumError, Reason, RefusedError
-from consilium.core.linalg.norms import non_finite_names, norm
 from consilium.core.messages import CAPACITY, Hello, Payload, Tensors, allowed_metrics, is_hash_or_empty
+from consilium.core.norms import non_finite_names, norm
 from consilium.core.sanitize import count_with_noun, first_names_text, shown
 from consilium.federation.compatibility import check_versions
 from consilium.federation.job import Job, metric_names

@@ -112,7 +112,7 @@ class Coordinator:
         else:
             start = server_start(job, own)
             if start.adapter:
-                self.log.record_start_adapter(start.adapter)
+                self.log.record("start", round=0, phase=0, adapter_sha256=start.adapter)
             saved = Saved(secrets.token_hex(6), start.checkpoint, job.strategy.initialize(start.tensors))
         self.run, self.checkpoint, self.state, self.validations = saved
         if resume:
@@ -204,7 +204,7 @@ class Coordinator:
             "phases": self.job.strategy.traits.phases_of(self.state.round),
         }
         self.observer({"event": "round", **place, "sites": sorted(self.asked)})
-        self.log.record_phase_start(self.state, sorted(self.asked))
+        self.log.record("started", round=self.state.round, phase=self.state.phase, sites=sorted(self.asked))
         self.sent = {name: self.job.strategy.payload(self.state, site) for name, site in self.asked.items()}
         for name, payload in self.sent.items():
             self.log.note_sent_bytes(name, payload)
@@ -225,7 +225,7 @@ class Coordinator:
             check_evaluation(self.job, result, self.state.round, HELD_OUT)
         except RefusedError as refusal:
             return self.refuse(name, str(refusal))
-        self.log.record_held_out_scores(name, result)
+        self.log.record("held_out", site=name, round=result.round, metrics=result.metrics)
         self.observer({"event": "held_out", "site": name, "round": result.round, "metrics": result.metrics})
         return None
 
@@ -262,9 +262,9 @@ class Coordinator:
         reason = shown(reason, 1000)
         told = self.declined if joining else self.reasons
         told[name] = site_reason.text if site_reason else reason  # a site's text may name data, so others see its Reason only
-        refusal = {"event": "refused", "site": name, "round": self.state.round, "reason": reason, "joining": joining}
-        self.observer(refusal)
-        self.log.record_refusal(refusal)
+        refusal = {"site": name, "round": self.state.round, "reason": reason, "joining": joining}
+        self.observer({"event": "refused", **refusal})
+        self.log.record("refused", **refusal)
         self.survey.decline(name, told[name])
         return reason
 

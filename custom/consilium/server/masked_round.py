@@ -16,9 +16,8 @@ from consilium.core.errors import ConsiliumError
 from consilium.core.messages import Kind, Payload, SiteInfo
 from consilium.privacy.guard.release import upload_shapes
 from consilium.privacy.secagg.arithmetic import Layout, layout, unflatten
-from consilium.privacy.secagg.messages import needed_cancellations
-from consilium.privacy.secagg.server import Attempt, Collector
-from consilium.privacy.secagg.terms import Message
+from consilium.privacy.secagg.server import HELLO, Attempt, Collector
+from consilium.privacy.secagg.terms import Message, needed_cancellations
 from consilium.server.aggregation import MaskedAggregate, with_divisor_and_maps
 from consilium.server.checks import refusals_text, remedy_text
 from consilium.server.coordinator import Coordinator
@@ -99,8 +98,7 @@ class MaskedRounds:
                 )
                 del c.sites[name]
             return
-        question = self.collector.hello_question()
-        ask(Kind.MASKS, dict.fromkeys(new, question), self.collector.admit, lambda: len(roster) >= c.quorum)
+        ask(Kind.MASKS, dict.fromkeys(new, HELLO), self.collector.admit, lambda: len(roster) >= c.quorum)
         for name in new:
             if name not in roster:
                 del c.sites[name]
@@ -122,14 +120,14 @@ class MaskedRounds:
 
     def _run_attempt(self, ask: Ask, attempt: Attempt, payloads: Mapping[str, Payload]) -> tuple[Sum, list[str]] | None:
         """Run an attempt until its sum can be opened. Return the sum and the survivors, None if too few sites remain."""
-        if attempt.answers.answers_to("cancel"):
+        if attempt.answers_to("cancel"):
             return None  # it is being cancelled
         present = [name for name in attempt.cohort if name in payloads and name not in self._away]
         least = attempt.terms.least
         first = {
             name: attempt.prepare_question(self.collector.proof_for(name)) for name in attempt.silent_sites("prepare", present)
         }
-        ask(Kind.MASKS, first, attempt.take_prepared, lambda: len(attempt.answers.answers_to("prepare")) >= least)
+        ask(Kind.MASKS, first, attempt.take_prepared, lambda: len(attempt.answers_to("prepare")) >= least)
         # Fix the parties of the sum. Raises ConsiliumError if too few have prepared.
         c = self.coordinator
         try:
@@ -153,11 +151,13 @@ class MaskedRounds:
             return None
         there = [name for name in survivors if name in present]
         if not attempt.has_threshold("confirm"):  # the sites sign the sum
-            questions = {name: attempt.confirm_question(survivors) for name in attempt.silent_sites("confirm", there)}
+            questions = {
+                name: attempt.question("confirm", survivors=survivors) for name in attempt.silent_sites("confirm", there)
+            }
             take = partial(attempt.take_confirmed, survivors=survivors, masks=summed.masks)
             ask(Kind.MASKS, questions, take, lambda: attempt.has_threshold("confirm"))
         if attempt.has_threshold("confirm") and not attempt.has_threshold("reveal"):  # those that signed give their shares
-            signed = [name for name in there if name in attempt.answers.answers_to("confirm")]
+            signed = [name for name in there if name in attempt.answers_to("confirm")]
             questions = {name: attempt.reveal_question() for name in attempt.silent_sites("reveal", signed)}
             take = partial(attempt.take_revealed, parties=parties, masks=summed.masks)
             ask(Kind.MASKS, questions, take, lambda: attempt.has_threshold("reveal"))
@@ -169,13 +169,17 @@ class MaskedRounds:
         Sites are asked to cancel only if enough sites answered the last question, because a site that has cancelled can no
         longer help to open the sum.
         """
-        last = attempt.answers.answers_to("confirm") or [name for name in attempt.cohort if attempt.load_masked(name)]
-        present = {*last, *attempt.answers.answers_to("cancel")} & self.coordinator.sites.keys()
-        able = [name for name in sorted(present) if name not in attempt.answers.answers_to("reveal")]
+        last = attempt.answers_to("confirm") or [name for name in attempt.cohort if attempt.load_masked(name)]
+        present = {*last, *attempt.answers_to("cancel")} & self.coordinator.sites.keys()
+        able = [name for name in sorted(present) if name not in attempt.answers_to("reveal")]
         asked = attempt.silent_sites("cancel", able)
         if len(able) >= needed_cancellations(attempt.terms):
-            question = attempt.cancel_question()
-            ask(Kind.MASKS, dict.fromkeys(asked, question), attempt.take_cancelled, lambda: attempt.is_cancelled)
+            ask(
+                Kind.MASKS,
+                dict.fromkeys(asked, attempt.question("cancel")),
+                attempt.take_cancelled,
+                lambda: attempt.is_cancelled,
+            )
         if not attempt.is_cancelled:
             raise self._too_few_error(
                 "secure aggregation: too few sites are left to open this phase's sum, and too few to cancel it and ask anew",

@@ -1,17 +1,21 @@
 """Collects the sites' statistics at the server, once before the first round, and writes them side by side."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from io import StringIO
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from consilium.config.job import JobConfig
 from consilium.core.errors import RefusedError
 from consilium.core.messages import Observer
+from consilium.core.sanitize import shown
 from consilium.core.storage import write_atomic, write_json
 from consilium.data.datalist import SPLITS
 from consilium.data.stats import LENGTHS, OTHERS, SIZES, SPACING, class_cells, grey_bin_names
 from consilium.privacy.disclosure_control import Group, Portion, SiteStatistics
-from consilium.report import site_statistics
+from consilium.report.tables import Column, Table, terminal_table
 
 FILE = "statistics.json"
 SLACK = 0.02
@@ -21,7 +25,7 @@ SLACK = 0.02
 class StatisticsRound:
     """The statistics of one run. `asked`: the sites that are asked. Then come (accept or decline)*, and finish.
 
-    `finish` writes statistics.json, statistics.txt and statistics.png.
+    `finish` writes statistics.json and statistics.txt.
     """
 
     def __init__(self, config: JobConfig, folder: Path, observer: Observer) -> None:
@@ -51,15 +55,14 @@ class StatisticsRound:
             self.refused[name] = reason
 
     def finish(self) -> None:
-        """Write the statistics of all sites as JSON, text and picture."""
+        """Write the statistics of all sites as JSON and text."""
         refused = {name: why for name, why in self.refused.items() if name not in self.found}  # a resumed run asks again
         silent = {name: "no answer" for name in self.asked - self.found.keys() - refused.keys()}
         said = {name: {"refused": why} for name, why in (refused | silent).items()}
         told = {name: one.model_dump(mode="json") for name, one in self.found.items()} | said
         sites = {name: told[name] for name in sorted(told)}
         self.asked = set()
-        write_atomic(self.folder / "statistics.txt", site_statistics.statistics_text(self.config.name, sites).encode())
-        site_statistics.plot(self.folder / "statistics.png", sites)
+        write_atomic(self.folder / "statistics.txt", statistics_text(self.config.name, sites).encode())
         write_json(self.folder / FILE, {"job": self.config.name, "sites": sites}, indent=1)
 
 
@@ -119,3 +122,65 @@ def _check_names(groups: list[tuple[str, ...]], cells: list[str], whole: bool) -
     expected = cells if whole and groups else [name for name in cells if name in named]
     if named != expected or (not whole and any(len(group) > 1 for group in groups)):
         raise RefusedError("statistics with other cells than the job has")
+
+
+# table ------------------------------------------------------------------------------------------------------------------
+
+WIDTH = 80
+Answers = Mapping[str, Mapping[str, Any]]
+"""By site its statistics, see privacy/disclosure_control.py, or {"refused": why}."""
+
+
+def statistics_text(job: str, sites: Answers) -> str:
+    """Return a table as plain text of at most 80 columns: per site a row for each statistic, the numbers of samples first."""
+    rows = [
+        [name if number == 0 else "", *pair] for name, told in sites.items() for number, pair in enumerate(_rows_of_site(told))
+    ]
+    table = Table(f"{job}: the sites' data", [Column(one, right=False) for one in ("site", "what", "counts")], rows)
+    console = Console(file=(file := StringIO()), width=WIDTH, force_terminal=False, color_system=None)
+    console.print(terminal_table(table, WIDTH))
+    return file.getvalue()
+
+
+def _rows_of_site(site_answer: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (statistic, its counts in words) for one site, or its refusal."""
+    if "refused" in site_answer:
+        yield "refuses", str(site_answer["refused"])
+        return
+    counts = []
+    for split, one in site_answer["splits"].items():
+        of = f" of {one['patients']} patients" if one and one["patients"] is not None else ""
+        counts.append(f"{split} {one['samples']}{of}" if one else f"{split} under {site_answer['minimum']} patients")
+    yield "samples", ", ".join(counts)
+    training = site_answer["splits"]["training"] or {"classes": []}
+    areas = {part["names"][0]: f" ({part['share']:.1%} of a picture)" for part in site_answer["areas"]}
+    groups = {"classes": training["classes"]} | {what: site_answer[what] for what in ("sizes", "spacing", "lengths")}
+    for what, cells in groups.items():
+        there = [one for one in cells if one["samples"] or what == "classes"]
+        area = areas if what == "classes" else {}
+        if there:
+            yield (
+                what,
+                ", ".join(
+                    f"{_join_cell_names(one['names'])}: {one['samples']}{area.get(one['names'][0], '')}" for one in there
+                ),
+            )
+    if site_answer["greys"]:
+        yield "greys", ", ".join(f"{share:g} % at {quantile_cells(site_answer['greys'], share / 100)}" for share in (5, 50, 95))
+
+
+def _join_cell_names(names: list[str]) -> str:
+    """Return the names of merged cells in one text: all names if there are under four, else the first and the last."""
+    told = [shown(name, 64) for name in names]
+    return " + ".join(told) if len(told) < 4 else f"{told[0]} ... {told[-1]}"
+
+
+def quantile_cells(portions: list[Mapping[str, Any]], quantile: float) -> str:
+    """Return the name of the cell, or cells, in which the cumulative share reaches `quantile` (0 to 1)."""
+    total = 0.0
+    for portion in portions:
+        total += portion["share"]
+        if total >= quantile - 1e-9:
+            break
+    first, last = portion["names"][0], portion["names"][-1]
+    return first if first == last else f"{first.split()[0]} to {last.split()[-1]}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from consilium.strategies.fedit import FedIT
-from consilium.strategies.traits import Traits
+from consilium.strategies.strategy import Traits
 
 
 @dataclass(frozen=True)

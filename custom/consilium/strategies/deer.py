@@ -18,8 +18,7 @@ from consilium.adapters.names import checked_lora_factor, factor
 from consilium.core.errors import ConfigError
 from consilium.core.lazy import torch
 from consilium.core.messages import Tensors
-from consilium.strategies.strategy import Role, ServerState, Strategy
-from consilium.strategies.traits import Traits
+from consilium.strategies.strategy import Role, ServerState, Strategy, Traits
 
 SCHEDULES: dict[str, tuple[str, ...]] = {"100%": ("BA",), "75%": ("BA", "B", "BA", "A"), "50%": ("B", "A")}
 """For each share of exchanges that remains (the paper's Figure 7), the phases of successive rounds. The tuple repeats."""

@@ -24,9 +24,7 @@ from consilium.core.lazy import Tensor, torch
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Rank, Seed
 from consilium.core.seeding import seed_for
-from consilium.strategies.strategy import Role, ServerState, Strategy
-from consilium.strategies.trainer import Trainer
-from consilium.strategies.traits import Traits
+from consilium.strategies.strategy import Role, ServerState, Strategy, Trainer, Traits
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,7 @@ from consilium.core.lazy import Tensor, torch
 from consilium.core.messages import Payload, Tensors
 from consilium.core.schema import Factor, Positive
 from consilium.strategies.fedit import FedIT
-from consilium.strategies.trainer import GradientProbe, Trainer
-from consilium.strategies.traits import Traits
+from consilium.strategies.strategy import GradientProbe, Trainer, Traits
 
 WINDOW = 10
 """The number of last losses whose standard deviation says whether the weights have settled."""

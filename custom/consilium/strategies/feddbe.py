@@ -35,9 +35,7 @@ from consilium.adapters.names import FEATURE_SHIFT, MEAN, SHIFT
 from consilium.core.lazy import Tensor, torch
 from consilium.core.messages import Payload
 from consilium.core.schema import Factor
-from consilium.strategies.strategy import Role, Strategy
-from consilium.strategies.trainer import Trainer
-from consilium.strategies.traits import Traits
+from consilium.strategies.strategy import Role, Strategy, Trainer, Traits
 
 
 @dataclass(frozen=True)

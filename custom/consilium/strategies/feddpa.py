@@ -44,9 +44,7 @@ from pydantic import Field
 from consilium.adapters.names import LOCAL_ADAPTER, is_local
 from consilium.core.messages import Payload
 from consilium.core.schema import Share
-from consilium.strategies.strategy import Role, Strategy
-from consilium.strategies.trainer import Trainer
-from consilium.strategies.traits import Interpolation, Traits
+from consilium.strategies.strategy import Interpolation, Role, Strategy, Trainer, Traits
 
 
 @dataclass(frozen=True)

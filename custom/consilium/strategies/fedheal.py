@@ -19,18 +19,17 @@ CVPR 2024, and the authors' code, github.com/yuhangchen0/FedHEAL.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from consilium.core.lazy import torch
-from consilium.core.linalg.lowrank import sum_tensors
+from consilium.core.lowrank import sum_tensors
 from consilium.core.messages import Tensors
 from consilium.core.schema import Share
 from consilium.strategies.fedit import FedIT
-from consilium.strategies.strategy import ServerState, SiteResult, next_phase, normalize_weights
-from consilium.strategies.traits import Traits
+from consilium.strategies.strategy import ServerState, SiteResult, Traits, advance, normalize_weights
 
 ROUNDS, WEIGHT, DELTA = "rounds", "weight", "delta"
 """Names of three tensors that the server stores per site: the count of its rounds, its w and its delta.
@@ -76,9 +75,8 @@ class FedHEAL(FedIT):
             rounds = past.get(ROUNDS, torch.zeros((), dtype=torch.int64)) + 1
             falls = {n: past.get(f"falls/{n}", torch.zeros_like(t, dtype=torch.int32)) + (t <= 0) for n, t in moved.items()}
             sites[name] = {f"falls/{n}": t.to(torch.int32) for n, t in falls.items()} | {ROUNDS: rounds} | kept[name]
-        round, phase = next_phase(state, self.traits.phases_of(state.round))
         reported = state.reported | dict.fromkeys(masks, state.round)
-        return replace(state, round=round, phase=phase, shared=shared, sites=state.sites | sites, reported=reported)
+        return advance(self, state, shared=shared, sites=state.sites | sites, reported=reported)
 
     def mask(self, kept: Tensors, update: Tensors) -> Tensors:
         """Return mask_i by tensor, 0 or 1 in float64.

@@ -34,16 +34,17 @@ from consilium.core.lazy import torch
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Rank
 from consilium.core.seeding import seed_for
-from consilium.strategies.heterogeneous_ranks.layer_factors import (
+from consilium.strategies.strategy import ServerState, SiteResult, advance, shares
+from consilium.strategies.unequal_ranks import (
+    UnequalRanks,
     factors,
+    first_ranks,
     mean_non_lora_tensors,
     non_lora_tensors,
     pair,
     prefix_and_tail,
     shapes,
 )
-from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
-from consilium.strategies.strategy import ServerState, SiteResult, next_phase, shares
 
 SCORES, UNKNOWN = "scores", -1.0
 """SCORES: name of the layers' scores in ServerState.matrices, in order of depth. UNKNOWN: the score of a layer without one."""
@@ -70,12 +71,8 @@ class FedHeLLo(UnequalRanks):
 
     def initialize(self, initial: Tensors) -> ServerState:
         """Return the state before round 0: the common factors at `rank`."""
-        shared = dict(non_lora_tensors(initial))
-        for layer in shapes(initial):
-            b, a = factors(initial, layer)
-            shared |= pair(layer, (b[:, : self.rank].clone(), a[: self.rank].clone()))
         scores = {SCORES: torch.full((len(shapes(initial)),), UNKNOWN, dtype=torch.float64)}
-        return ServerState(0, 0, shared, {}, matrices=scores if self.layers == "fisher" else {})
+        return ServerState(0, 0, first_ranks(initial, self.rank), {}, matrices=scores if self.layers == "fisher" else {})
 
     def payload(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return all layers: those that the site trains as factors, the others as frozen ranks."""
@@ -115,8 +112,7 @@ class FedHeLLo(UnequalRanks):
         ends = {name: upload.trained_tensors() for name, upload in sorted(results.items())}
         for layer in shapes(state.shared):
             shared |= self._mean(state, layer, ends, share)
-        round, phase = next_phase(state, self.traits.phases_of(state.round))
-        following = replace(state, round=round, phase=phase, shared=shared)
+        following = advance(self, state, shared=shared)
         if self.layers != "fisher":
             return following
         scores = state.matrices[SCORES].clone()

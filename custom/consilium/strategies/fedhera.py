@@ -15,22 +15,30 @@ github.com/shock-xiaoke/FedHera, f2389f8. `cumulative` and `replace` are read fr
 gate.
 """
 
-from collections.abc import Mapping
+import math
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from consilium.core.lazy import torch
-from consilium.core.linalg import lowrank
-from consilium.core.linalg.lowrank import Change, Update
+from consilium.core import lowrank
+from consilium.core.lazy import Tensor, torch
+from consilium.core.lowrank import Change, Update
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.seeding import seed_for
-from consilium.strategies.heterogeneous_ranks import allocation
-from consilium.strategies.heterogeneous_ranks.exact_server import ExactServer, stored_spectra, truncated_factors
-from consilium.strategies.heterogeneous_ranks.layer_factors import changes, non_lora_tensors, prefix_and_tail, shapes
-from consilium.strategies.strategy import ServerState, SiteResult, shares
-from consilium.strategies.traits import Traits
+from consilium.strategies.strategy import ServerState, SiteResult, Traits, shares
+from consilium.strategies.unequal_ranks import (
+    ExactServer,
+    changes,
+    non_lora_tensors,
+    prefix_and_tail,
+    shapes,
+    stored_spectra,
+    truncated_factors,
+)
 
 
 @dataclass(frozen=True)
@@ -96,23 +104,23 @@ class FedHera(ExactServer):
         """Return (download, train) ranks by layer. A frozen tail never holds ranks of energy 0."""
         found, capacity, dims = stored_spectra(state), self.affordable_ranks(site), shapes(state.initial)
         # Numbers per rank: Eq. 6 without the bytes per number, which cancel. Time and memory per trained number are the same in
-        # all layers, so they drop out of Algorithm 2, which divides costs by budgets.
-        costs = [out + into for out, into in dims.values()]
-        total = sum(costs)
-        budgets = (capacity["download"] * total, capacity["time"] * total, capacity["memory"] * total)
+        # all layers. So alpha and beta of Algorithm 2 change no order: it is Algorithm 1 with the smaller of its two budgets.
+        costs, most = [out + into for out, into in dims.values()], max(len(one.values) for one in found.values())
+        budgets = {limit: int(min(ranks, most) * sum(costs)) for limit, ranks in capacity.items()}
+        trained = min(budgets["time"], budgets["memory"])
         if self.allocation == "random":
             seed = seed_for(self.seed, "ranks", state.round, site.name)
-            download = allocation.random_ranks([len(one.values) for one in found.values()], [costs], budgets[:1], seed)
-            train = allocation.random_ranks(download, [costs, costs], budgets[1:], seed_for(seed, "train"))
+            download = random_ranks([len(one.values) for one in found.values()], costs, budgets["download"], seed)
+            train = random_ranks(download, costs, trained, seed_for(seed, "train"))
         else:
-            whole, literal = sum(one.energy for one in found.values()), self.allocation == "literal"
-            energies = []
+            whole = sum(one.energy for one in found.values())
+            rows = []
             for one, cost in zip(found.values(), costs, strict=True):
                 by = one.energy if self.energy == "normalized" else whole  # the sum over all layers divides `raw` energies
                 values, by = (torch.zeros_like(one.values), 0.0) if self.allocation == "even" else (one.values, by)
-                energies.append(allocation.energies(values, by, cost / max(costs)))
-            download = allocation.download_ranks(energies, costs, budgets[0], literal)
-            train = allocation.train_ranks(energies, download, allocation.Training(costs, costs, *budgets[1:]), literal)
+                rows.append(energies(values, by, cost / max(costs)))
+            download = fill_ranks(rows, costs, budgets["download"], self.allocation == "literal")
+            train = fill_ranks([row[:cap] for row, cap in zip(rows, download, strict=True)], costs, trained)
         real = [int(found[layer].values.count_nonzero()) for layer in dims]
         download = [max(t, min(d, r)) for d, t, r in zip(download, train, real, strict=True)]
         return dict(zip(dims, download, strict=True)), dict(zip(dims, train, strict=True))
@@ -131,7 +139,7 @@ class FedHera(ExactServer):
             return 1.0
         score = float(state.sites[name]["alignment"]) if name in state.sites else None
         age = state.round - 1 - state.reported.get(name, -1)
-        return allocation.gate(state.round, score, age, self.gate, self.decay)
+        return gate(state.round, score, age, self.gate, self.decay)
 
     def site_weights(self, state: ServerState, uploads: Mapping[str, SiteResult]) -> dict[str, float]:
         """Return p_i by site, proportional to samples.
@@ -180,3 +188,81 @@ class FedHera(ExactServer):
 def _trained_ranks(upload: SiteResult) -> int:
     """Return the number of ranks that a site trained, summed over layers."""
     return sum(len(tensor) for name, tensor in upload.update.tensors.items() if name.endswith(".lora_A"))
+
+
+# ranks -----------------------------------------------------------------------------------------------------------------
+# The water-filling gives the ranks of each layer that a site receives and trains. The gate multiplies its frozen ranks.
+
+NOTHING = 1e-30
+"""The energy given to a rank without energy, so that it comes after all others (epsilon of Eq. 4, and the uniform start)."""
+
+Energies = Sequence[Sequence[float]]
+"""For each layer the energies of its ranks 1, 2, ..., in non-increasing order. Their number is the layer's cap R_l."""
+
+
+def energies(values: Tensor, total: float, cost: float = 1.0) -> list[float]:
+    """Return E_k = sigma_k^2 / (total + eps) (Eq. 4) for singular values (r,); `total` = ||W||_F^2.
+
+    Ranks without energy (all ranks while W = 0) get nearly uniform energies far below any real one: NOTHING times `cost` (the
+    layer's cost per rank over that of the most expensive layer), slightly less at each further rank. So layers get such ranks
+    in turn. Exact ties would give all of them to the first layers; without the cost, the cheapest layers would get all.
+    """
+    found = values.double().square() / total if total > 0 else torch.zeros(len(values), dtype=torch.float64)
+    blank = NOTHING * cost * (1 - 1e-9 * torch.arange(len(values), dtype=torch.float64))
+    return torch.where(found > NOTHING, found, blank).tolist()
+
+
+def fill_ranks(energies: Energies, costs: Sequence[int], budget: int, literal: bool = False) -> list[int]:
+    """Return the ranks of each layer (Algorithm 1): greedy on E_{l, r+1} / c_l until `budget` (same unit as `costs`) is spent.
+
+    A layer that no longer fits is skipped, and cheaper layers may still get ranks. With `literal` the allocation stops there,
+    as printed. Ties go to the lower layer index.
+    """
+    ranks = [0] * len(energies)
+    heap = [(-row[0] / cost, layer) for layer, (row, cost) in enumerate(zip(energies, costs, strict=True)) if row]
+    heapify(heap)
+    while heap:
+        layer = heappop(heap)[1]
+        if costs[layer] <= budget:
+            budget -= costs[layer]
+            ranks[layer] += 1
+            if ranks[layer] < len(energies[layer]):
+                heappush(heap, (-energies[layer][ranks[layer]] / costs[layer], layer))
+        elif literal:
+            break
+    return ranks
+
+
+def random_ranks(caps: Sequence[int], costs: Sequence[int], budget: int, seed: int) -> list[int]:
+    """Return random ranks <= caps per layer (Table 12).
+
+    Each step gives one rank to a layer drawn from those that still fit the budget. All layers have equal odds, as in the
+    authors' code.
+    """
+    ranks, draw = [0] * len(caps), random.Random(seed)
+    while open_layers := [n for n, cap in enumerate(caps) if ranks[n] < cap and costs[n] <= budget]:
+        layer = draw.choice(open_layers)
+        ranks[layer] += 1
+        budget -= costs[layer]
+    return ranks
+
+
+def gate(
+    completed: int,
+    score: float | None,
+    age: int,
+    schedule: Literal["paper", "neutral"] = "paper",
+    decay: float = 0.9,
+    tau: float = 2.0,
+) -> float:
+    """Return the gate lambda in [0, 1) that multiplies a site's frozen tail after `completed` rounds (t); 0 for t = 0.
+
+    `score`: the site's last alignment s_i in [-1, 1], None before its first report (counts as 0). `age`: rounds since that
+    report (t - t_i; 0 if the site took part in the last round). `paper` (Eq. 12) is 1 - exp(-(t / tau)(1 + s) decay^age), tau =
+    2: a stale site loses its tail. `neutral` is 1 - exp(-(t / tau)(1 + s decay^age)): a stale site returns to the gate of s =
+    0.
+    """
+    aligned = 0.0 if score is None else min(1.0, max(-1.0, score))
+    fresh = 1.0 if score is None else decay**age
+    weight = (1 + aligned) * fresh if schedule == "paper" else 1 + aligned * fresh
+    return -math.expm1(-completed / tau * weight)

@@ -15,12 +15,12 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from consilium.core.linalg import lowrank
-from consilium.core.linalg.lowrank import Change, Update
+from consilium.core import lowrank
+from consilium.core.lowrank import Change, Update
 from consilium.core.messages import SiteInfo
 from consilium.core.schema import Positive
-from consilium.strategies.heterogeneous_ranks.exact_server import ExactServer, stored_spectra
 from consilium.strategies.strategy import ServerState, SiteResult, shares
+from consilium.strategies.unequal_ranks import ExactServer, stored_spectra
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,8 @@ from pydantic import Field
 
 from consilium.core.messages import Tensors
 from consilium.core.schema import Rank
-from consilium.strategies.heterogeneous_ranks.layer_factors import factors, non_lora_tensors, pair, shapes
-from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
-from consilium.strategies.strategy import RoundResults, ServerState, Strategy
-from consilium.strategies.traits import Traits
+from consilium.strategies.strategy import RoundResults, ServerState, Strategy, Traits
+from consilium.strategies.unequal_ranks import UnequalRanks, first_ranks
 
 
 @dataclass(frozen=True)
@@ -37,11 +35,7 @@ class FedHomoLoRA(UnequalRanks):
     def initialize(self, initial: Tensors) -> ServerState:
         """Return the state before round 0: the common factors truncated to the rank."""
         rank = self.rank or int(min(self.tiers[name].train for name in self._tier_probabilities()))
-        shared = dict(non_lora_tensors(initial))
-        for layer in shapes(initial):
-            b, a = factors(initial, layer)
-            shared |= pair(layer, (b[:, :rank].clone(), a[:rank].clone()))
-        return ServerState(0, 0, shared, {})
+        return ServerState(0, 0, first_ranks(initial, rank), {})
 
     def diagnostics(self, state: ServerState, results: RoundResults) -> dict[str, float]:
         """Return no diagnostics, because the server sees only the sum of updates."""

@@ -25,9 +25,7 @@ from consilium.core.errors import ConfigError
 from consilium.core.lazy import Tensor, torch
 from consilium.core.messages import Payload
 from consilium.core.schema import Factor, Positive
-from consilium.strategies.strategy import Role, Strategy
-from consilium.strategies.trainer import LocalStep, Trainer
-from consilium.strategies.traits import Traits
+from consilium.strategies.strategy import LocalStep, Role, Strategy, Trainer, Traits
 
 Sharing = Literal["M1", "M2", "M3", "M4"]
 SHARINGS: dict[Sharing, tuple[str, str]] = {"M1": ("A", "A"), "M2": ("B", "B"), "M3": ("A", "B"), "M4": ("B", "A")}

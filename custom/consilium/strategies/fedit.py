@@ -11,8 +11,7 @@ Instruction Tuning", ICASSP 2024.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from consilium.strategies.strategy import Role, Strategy
-from consilium.strategies.traits import Traits
+from consilium.strategies.strategy import Role, Strategy, Traits
 
 
 @dataclass(frozen=True)

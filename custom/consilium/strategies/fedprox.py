@@ -10,12 +10,11 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from consilium.core.lazy import Tensor
-from consilium.core.linalg.lowrank import sum_tensors
+from consilium.core.lowrank import sum_tensors
 from consilium.core.messages import Payload
 from consilium.core.schema import Factor
 from consilium.strategies.fedit import FedIT
-from consilium.strategies.trainer import LocalStep, Trainer
-from consilium.strategies.traits import Traits
+from consilium.strategies.strategy import LocalStep, Trainer, Traits
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ Clients", ECCV 2024, arXiv 2311.11227.
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from pydantic import Field
@@ -30,14 +30,12 @@ from pydantic import Field
 from consilium.adapters.names import WHOLE_BASE, skippable_block
 from consilium.core.errors import ConfigError
 from consilium.core.lazy import Tensor
-from consilium.core.linalg.lowrank import sum_tensors
+from consilium.core.lowrank import sum_tensors
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Seed
 from consilium.core.seeding import seed_for
 from consilium.strategies.fedit import FedIT
-from consilium.strategies.strategy import Role, ServerState, SiteResult, next_phase
-from consilium.strategies.trainer import Trainer
-from consilium.strategies.traits import Traits
+from consilium.strategies.strategy import Role, ServerState, SiteResult, Trainer, Traits, advance
 
 Part = Annotated[float, Field(gt=0, le=1)]
 SiteName = Annotated[str, Field(min_length=1, max_length=128)]
@@ -89,8 +87,7 @@ class FedRA(FedIT):
         """Return the next state: each tensor is the plain mean over the sites that had it."""
         ordered = [results[name] for name in sorted(results)]
         shared = {name: _mean(value, _site_updates(ordered, name)) for name, value in state.shared.items()}
-        round, phase = next_phase(state, self.traits.phases_of(state.round))
-        return replace(state, round=round, phase=phase, shared=shared)
+        return advance(self, state, shared=shared)
 
     def diagnostics(self, state: ServerState, results: dict[str, SiteResult]) -> dict[str, float]:
         """Return how many of the round's sites had each block: the column sums of the allocation matrix."""

@@ -12,6 +12,8 @@ pull * (-cos(Theta_low, mixture)).
 Source: Y. Zhang, Y. Gao, H. Duan, H. Guo, T. Shah, R. Ranjan, B. Wei, "FedSCA: Federated Tuning with Similarity-guided
 Collaborative Aggregation for Heterogeneous Medical Image Segmentation", preprint in ICML's format, 2025: Eq. 7 and 9.
 
+By completing the square, the solution is the projection of m + (alpha / 2) d onto the simplex.
+
 The paper does not print its alpha. If alpha is at least max_j 2 (1 - m_i + m_j) / (d_ii - d_ij), site i receives only its own
 upload (the projection's solution is w_ii = 1). With two sites and `normalize` this limit is 4 (1 - m_i); it is 1 for a site
 with 30 of 40 samples. The server warns of it in each round.
@@ -19,7 +21,7 @@ with 30 of 40 samples. The server warns of it in each round.
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -27,12 +29,20 @@ from pydantic import Field
 from consilium.adapters.names import WHOLE_BASE, bottleneck_count, bottleneck_position, factor, is_head
 from consilium.core.errors import ConfigError
 from consilium.core.lazy import Tensor, torch
-from consilium.core.linalg.simplex import mixture_weights
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Factor
-from consilium.strategies.strategy import Role, ServerState, SiteResult, Strategy, next_phase, normalize_weights, shares
-from consilium.strategies.trainer import LocalStep, Trainer
-from consilium.strategies.traits import Traits
+from consilium.strategies.strategy import (
+    LocalStep,
+    Role,
+    ServerState,
+    SiteResult,
+    Strategy,
+    Trainer,
+    Traits,
+    advance,
+    normalize_weights,
+    shares,
+)
 
 MATRIX = "collaboration"
 _log = logging.getLogger(__name__)
@@ -115,10 +125,8 @@ class FedSCA(Strategy):
         weights = {name: float(result.weight) for name, result in results.items()}
         shared = _weighted_sum(shares(results).values(), list(fresh.values()))
         known = {**state.weights, **weights}
-        matrix = self._mixture_matrix(sites, known, set(fresh))
-        round, phase = next_phase(state, self.traits.phases_of(state.round))
-        after = replace(state, round=round, phase=phase, shared=shared, sites=sites)
-        return replace(after, reported=reported, weights=known, matrices={MATRIX: matrix})
+        matrices = {MATRIX: self._mixture_matrix(sites, known, set(fresh))}
+        return advance(self, state, shared=shared, sites=sites, reported=reported, weights=known, matrices=matrices)
 
     def _mixture_matrix(self, sites: dict[str, Tensors], weights: dict[str, float], fresh: set[str]) -> Tensor:
         """Return the mixture weights (N, N), float64: the row's site receives the column's upload with that weight.
@@ -174,6 +182,24 @@ class FedSCA(Strategy):
         low = [name for name in step.params if self.role(name, 0, 0) is Role.SHARED]
         now, then = (torch.cat([values[n].flatten() for n in low]) for values in (step.params, step.anchors))
         return -self.pull * torch.nn.functional.cosine_similarity(now, then, dim=0, eps=1e-12)
+
+
+def mixture_weights(prior: Tensor, similarity: Tensor, alpha: float) -> Tensor:
+    """Return the mixture weights (N, N), row i for site i, from `prior` m (N,) and `similarity` d (N, N; larger is closer)."""
+    return project_to_simplex(prior.double() + alpha / 2 * similarity.double())
+
+
+def project_to_simplex(rows: Tensor) -> Tensor:
+    """Return the Euclidean projection of every row (..., N) onto {w >= 0, sum w = 1}, float64.
+
+    It is exact, by sorting: M. Held, P. Wolfe, H. Crowder, "Validation of subgradient optimization", 1974.
+    """
+    rows = rows.double()
+    ordered = rows.sort(dim=-1, descending=True).values
+    size = torch.arange(1, rows.shape[-1] + 1, dtype=torch.float64)
+    threshold = (ordered.cumsum(-1) - 1) / size  # subtracted from the largest k values, it makes their sum 1
+    kept = (ordered > threshold).sum(-1, keepdim=True)  # the largest k that keeps all of them positive
+    return (rows - threshold.gather(-1, kept - 1)).clamp(min=0)
 
 
 def smallest_isolating_alpha(prior: Tensor, similar: Tensor) -> Tensor:

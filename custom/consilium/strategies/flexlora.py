@@ -12,14 +12,12 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from consilium.core import lowrank
 from consilium.core.lazy import torch
-from consilium.core.linalg import lowrank
-from consilium.core.linalg.lowrank import Change, Update
+from consilium.core.lowrank import Change, Update
 from consilium.core.messages import Payload, SiteInfo
-from consilium.strategies.heterogeneous_ranks.exact_server import ExactServer, stored_spectra, truncated_factors
-from consilium.strategies.heterogeneous_ranks.layer_factors import non_lora_tensors, pair
-from consilium.strategies.strategy import ServerState
-from consilium.strategies.traits import Traits
+from consilium.strategies.strategy import ServerState, Traits
+from consilium.strategies.unequal_ranks import ExactServer, non_lora_tensors, pair, stored_spectra, truncated_factors
 
 
 @dataclass(frozen=True)

@@ -15,21 +15,21 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from consilium.adapters.names import WHOLE
+from consilium.core import lowrank
 from consilium.core.lazy import torch
-from consilium.core.linalg import lowrank
-from consilium.core.linalg.lowrank import Change, Update
+from consilium.core.lowrank import Change, Update
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.seeding import seed_for
-from consilium.strategies.heterogeneous_ranks.exact_server import ExactServer, global_updates
-from consilium.strategies.heterogeneous_ranks.layer_factors import (
+from consilium.strategies.strategy import ServerState, SiteResult, Traits
+from consilium.strategies.unequal_ranks import (
+    ExactServer,
+    UnequalRanks,
     full_download_numbers,
+    global_updates,
     non_lora_tensors,
     prefix_and_tail,
     with_factored_tails,
 )
-from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
-from consilium.strategies.strategy import ServerState, SiteResult
-from consilium.strategies.traits import Traits
 
 
 @dataclass(frozen=True)

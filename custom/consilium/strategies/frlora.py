@@ -25,22 +25,21 @@ Source: Y. Yan, C.-M. Feng, W. Zuo, L. Zhu, R. S. M. Goh, Y. Liu, "Federated Res
 Models", ICLR 2025, and the authors' code, github.com/IAMJackYan/FRLoRA.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from consilium.adapters.names import GATE, WHOLE, checked_lora_factor, is_frozen_part
 from consilium.core.lazy import Tensor, torch
-from consilium.core.linalg.lowrank import Product
+from consilium.core.lowrank import Product
 from consilium.core.messages import Payload, SiteInfo, Tensors
-from consilium.strategies.heterogeneous_ranks.layer_factors import (
+from consilium.strategies.strategy import Role, ServerState, Strategy, Traits, advance
+from consilium.strategies.unequal_ranks import (
     factors,
     full_download_numbers,
     pair,
     shapes,
     with_factored_tails,
 )
-from consilium.strategies.strategy import Role, ServerState, Strategy, next_phase
-from consilium.strategies.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -100,8 +99,7 @@ class FRLoRA(Strategy):
                 tails[f"{layer}.{WHOLE}"] = (b.double() @ a.double()).float()
         heads = {n: u for n, u in results.items() if checked_lora_factor(n, self.name) is None}
         shared |= {n: (shared[n].double() + u).to(shared[n].dtype) for n, u in heads.items()}
-        round, phase = next_phase(state, self.traits.phases_of(state.round))
-        return replace(state, round=round, phase=phase, shared=shared, matrices=tails)
+        return advance(self, state, shared=shared, matrices=tails)
 
     # client half ------------------------------------------------------------------------------------------------------
 

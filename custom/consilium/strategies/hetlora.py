@@ -15,21 +15,19 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from consilium.core import lowrank
 from consilium.core.lazy import Tensor, torch
-from consilium.core.linalg import lowrank
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Factor
-from consilium.strategies.heterogeneous_ranks.layer_factors import (
+from consilium.strategies.strategy import LocalStep, ServerState, SiteResult, Trainer, Traits, advance, shares
+from consilium.strategies.unequal_ranks import (
+    UnequalRanks,
     factors,
+    first_ranks,
     mean_non_lora_tensors,
-    non_lora_tensors,
     pair,
     shapes,
 )
-from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
-from consilium.strategies.strategy import ServerState, SiteResult, next_phase, shares
-from consilium.strategies.trainer import LocalStep, Trainer
-from consilium.strategies.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -52,11 +50,7 @@ class HetLoRA(UnequalRanks):
 
     def payload(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return the first ranks of the global factors, up to the site's rank."""
-        tensors, rank = dict(non_lora_tensors(state.shared)), self.rank_of(state, site)
-        for layer in shapes(state.shared):
-            b, a = factors(state.shared, layer)
-            tensors |= pair(layer, (b[:, :rank], a[:rank]))
-        return Payload(state.round, state.phase, tensors)
+        return Payload(state.round, state.phase, first_ranks(state.shared, self.rank_of(state, site)))
 
     def rank_of(self, state: ServerState, site: SiteInfo) -> int:
         """Return the site's rank: from its capacity or tier at first, then as pruned in its last round."""
@@ -84,8 +78,7 @@ class HetLoRA(UnequalRanks):
             shrunk = self.prune_weight > 0 and float(_norm_beyond(end, kept)) < float(_norm_beyond(start, kept))
             sites[name] = {"rank": torch.tensor([kept if shrunk else rank])}
         reported = state.reported | dict.fromkeys(results, state.round)
-        round, phase = next_phase(state, self.traits.phases_of(state.round))
-        return replace(state, round=round, phase=phase, shared=shared, sites=sites, reported=reported)
+        return advance(self, state, shared=shared, sites=sites, reported=reported)
 
     # client half ------------------------------------------------------------------------------------------------------
 

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from consilium.strategies.strategy import Role, Strategy
-from consilium.strategies.traits import Traits
+from consilium.strategies.strategy import Role, Strategy, Traits
 
 
 @dataclass(frozen=True)

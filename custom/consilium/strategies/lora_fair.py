@@ -13,19 +13,18 @@ Source: J. Bian, L. Wang, L. Zhang, J. Xu, "LoRA-FAIR: Federated LoRA Fine-Tunin
 Refinement", ICCV 2025, arXiv 2411.14961.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from consilium.adapters.names import checked_lora_factor
+from consilium.core import lowrank
 from consilium.core.lazy import Tensor, torch
-from consilium.core.linalg import lowrank
-from consilium.core.linalg.lowrank import Change, Product
+from consilium.core.lowrank import Change, Product
 from consilium.core.schema import Positive
-from consilium.strategies.heterogeneous_ranks.layer_factors import factors, pair, shapes
-from consilium.strategies.strategy import Role, ServerState, SiteResult, Strategy, next_phase, shares
-from consilium.strategies.traits import Traits
+from consilium.strategies.strategy import Role, ServerState, SiteResult, Strategy, Traits, advance, shares
+from consilium.strategies.unequal_ranks import factors, pair, shapes
 
 STEPS = 200
 """The most L-BFGS iterations. It stops earlier when the gradient is close to 0."""
@@ -57,8 +56,7 @@ class LoraFair(Strategy):
             products = [Change(share[site], factors(end, layer), factors(end, layer)) for site, end in ends.items()]
             b, a = factors(shared, layer)
             shared |= pair(layer, (b + self.correction(lowrank.weighted_sum_of_products(products, 1.0), b, a), a))
-        round, phase = next_phase(state, self.traits.phases_of(state.round))
-        return replace(state, round=round, phase=phase, shared={n: t.to(state.shared[n].dtype) for n, t in shared.items()})
+        return advance(self, state, shared={n: t.to(state.shared[n].dtype) for n, t in shared.items()})
 
     def correction(self, wanted: Product, b: Tensor, a: Tensor) -> Tensor:
         """Return dB (out, r), float64, for D = `wanted`, B (out, r) and A (r, in).

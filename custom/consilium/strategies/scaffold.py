@@ -27,18 +27,16 @@ for Federated Learning", ICML 2020, arXiv 1910.06378: Algorithm 1, Eq. 3 to 5, o
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from consilium.core.linalg.lowrank import sum_tensors
+from consilium.core.lowrank import sum_tensors
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Positive
 from consilium.strategies.fedit import FedIT
-from consilium.strategies.strategy import Role, ServerState, SiteResult, next_phase, normalize_weights, shares
-from consilium.strategies.trainer import Trainer
-from consilium.strategies.traits import Traits
+from consilium.strategies.strategy import Role, ServerState, SiteResult, Trainer, Traits, advance, normalize_weights, shares
 
 CONTROL = "control/"
 """Prefix of a correction's name, before the name of its tensor."""
@@ -78,8 +76,7 @@ class Scaffold(FedIT):
         sites = state.sites | {name: controls(result) for name, result in results.items()}
         weights = state.weights | {name: float(result.weight) for name, result in results.items()}
         reported = state.reported | dict.fromkeys(results, state.round)
-        round, phase = next_phase(state, self.traits.phases_of(state.round))
-        return replace(state, round=round, phase=phase, shared=shared, sites=sites, weights=weights, reported=reported)
+        return advance(self, state, shared=shared, sites=sites, weights=weights, reported=reported)
 
     # client half ------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,15 +18,11 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
     model_validator,
 )
 
 from consilium.config.job import JobConfig, job_file, load_job, make_job, parse_override
 from consilium.core.errors import ConfigError, ConsiliumError
-from consilium.core.sanitize import shown
 from consilium.core.schema import Section, did_you_mean, read_yaml, validate
 from consilium.report.compare import DIAGNOSED, HELD_OUT
 from consilium.report.run_record import RUNS
@@ -37,8 +32,6 @@ from consilium.tasks.registry import TASKS
 # A study's file: a base job, axes of named overrides, excluded cells with reasons, and published numbers.
 
 MOST_CELLS = 10_000
-MOST = 1e300
-"""Largest published number, because a larger integer may not fit into a float."""
 
 
 def _parse_axis(raw: Any) -> Any:
@@ -46,13 +39,8 @@ def _parse_axis(raw: Any) -> Any:
     if not isinstance(raw, Mapping):
         return raw
     if len(raw) == 1 and isinstance(values := next(iter(raw.values())), list):
-        pairs = [(_name_as_text(value), {next(iter(raw)): value}) for value in values]
-    else:
-        pairs = [(_name_as_text(name), {} if value is None else value) for name, value in raw.items()]
-    counts = Counter(name for name, _ in pairs)  # 1 and "1" are different keys with the same name
-    if twice := [name for name, count in counts.items() if count > 1]:
-        raise ValueError(f"{twice[0]!r} is there twice; keep one, or give it another name")
-    return dict(pairs)
+        return {_name_as_text(value): {next(iter(raw)): value} for value in values}
+    return {_name_as_text(name): {} if value is None else value for name, value in raw.items()}
 
 
 def _name_as_text(name: Any) -> str:
@@ -62,26 +50,22 @@ def _name_as_text(name: Any) -> str:
     return str(name)
 
 
-def _describing_validator(words: str) -> WrapValidator:
-    """Return a validator whose error message is `words`, a description of the texts that a pattern accepts."""
-
-    def check(raw: Any, inner: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return inner(raw)
-        except ValidationError:
-            raise ValueError(words) from None
-
-    return WrapValidator(check)
+def _check_label(label: str) -> str:
+    """Return a name of a value. Raises ValueError if it does not fit into lists of AXIS=VALUE or into a path."""
+    if not (label and len(label) <= 40 and label.isprintable() and label == label.strip() and not set("=,/") & set(label)):
+        raise ValueError("a name of 1 to 40 printable characters without = and , and /, with no blank at an end")
+    return label
 
 
-LABEL = "a name of 1 to 40 printable characters without = and , and /, with no blank at an end"
-AXIS = "a name of 1 to 40 small letters a to z, digits and _, with a letter first"
-Label = Annotated[
-    str,
-    Field(pattern=r"^[^=,/\p{C}\p{Z}]([^=,/\p{C}\p{Zl}\p{Zp}]*[^=,/\p{C}\p{Z}])?$", max_length=40),
-    _describing_validator(LABEL),
-]
-AxisName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=40), _describing_validator(AXIS)]
+def _check_axis_name(name: str) -> str:
+    """Return a name of an axis. Raises ValueError if it could be no keyword."""
+    if not re.fullmatch("[a-z][a-z0-9_]{0,39}", name):
+        raise ValueError("a name of 1 to 40 small letters a to z, digits and _, with a letter first")
+    return name
+
+
+Label = Annotated[str, AfterValidator(_check_label)]
+AxisName = Annotated[str, AfterValidator(_check_axis_name)]
 Overrides = dict[str, Any]
 Axis = Annotated[dict[Label, Overrides], Field(min_length=1, max_length=1000), BeforeValidator(_parse_axis)]
 Labels = Annotated[
@@ -90,22 +74,18 @@ Labels = Annotated[
 Choice = dict[AxisName, Labels]
 
 
-def _check_row(raw: Any) -> Any:
-    """Return a row unchanged. Raises ValueError for a value that is neither text nor a finite number, such as true."""
-    for name, value in raw.items() if isinstance(raw, Mapping) else ():
-        if not isinstance(name, str) or not (
-            isinstance(value, str) or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST)
-        ):
-            raise ValueError(f"names with texts and finite numbers, as in {{dice: 0.5}}; {name!r} has {shown(value, 60)}")
-        if name == "site" and not isinstance(value, str):
-            raise ValueError(f"the name of a site as text; put {value} in quotes")
-    return raw
+def _check_value(value: Any) -> str | float:
+    """Return a text or a finite number unchanged. Raises ValueError for other values, such as true."""
+    if isinstance(value, str) or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e300):
+        return value
+    raise ValueError("a text or a finite number, such as 0.5")
 
 
-Row = Annotated[dict[str, str | int | float], BeforeValidator(_check_row)]
+Row = dict[str, Annotated[str | int | float, BeforeValidator(_check_value)]]
+"""Texts and numbers of a published result by name: a value on an axis, a site, or a metric."""
 
 
-def _check_floor(raw: dict[str, str | int | float]) -> dict[str, str | int | float]:
+def _check_floor(raw: dict[str, str | float]) -> dict[str, str | float]:
     """Return a floor unchanged. Raises ValueError unless it has a text `about` and numbers."""
     metrics = [value for name, value in raw.items() if name != "about"]
     if raw and (not isinstance(raw.get("about"), str) or not metrics or any(isinstance(one, str) for one in metrics)):
@@ -179,8 +159,6 @@ class StudyConfig(Section):
                 f"published: {wrong!r} is an axis of seeds, and published numbers are compared with means over seeds; "
                 "leave it out"
             )
-        if empty := next((row for row in self.published if not any(k not in self.axes and k != "site" for k in row)), None):
-            raise ValueError(f"published: {empty}: has no number; give one, or take the row out")
         for name, value in (pair for row in self.published for pair in row.items()):
             if isinstance(value, str) and name not in {*self.axes, "site"}:
                 raise ValueError(
@@ -368,15 +346,11 @@ class Study:
             values = {
                 field: value for field, value in values.items() if field not in more
             } | more  # a later override replaces an earlier one and moves to the end
-        given = {name: values.pop(name, "") for name in ("sites", "folder")}
-        for name, value in given.items():
-            if isinstance(value, bool) or not isinstance(value, str | int):
-                raise ConfigError(f"{name}: {value!r}: expected a number or text; see `consilium simulate --help`")
-        sites, data = map(str, given.values())
+        sites, data = (str(values.pop(name, "")) for name in ("sites", "folder"))
         counts = self.config.counts
         if "counts" in values:
             counts = validate(CountsConfig, values.pop("counts"), Path("counts"))
-        texts = [f"{field}={_json(field, value)}" for field, value in values.items()]
+        texts = [f"{field}={json.dumps(value, default=str)}" for field, value in values.items()]  # YAML has dates
         base, raw = self._base
         try:
             config = make_job(raw, base, dict(map(parse_override, texts)), plugins=None, author=True)
@@ -388,13 +362,6 @@ class Study:
         return Cell(name, labels, texts, self.workspace / "cells" / name, base, sites, data, counts, place, metrics)
 
 
-def _json(field: str, value: Any) -> str:
-    try:
-        return json.dumps(value)
-    except TypeError:  # YAML has dates
-        raise ConfigError(f"{field}: {value}: a {type(value).__name__} is not a job's value; put it in quotes") from None
-
-
 def cell_digest(config: JobConfig, sites: str, data: str) -> str:
     """Return a digest of all that distinguishes cells: the settings, the sites, and the folder of the data."""
     parts = [config.digest, config.training.rounds, sites, data]
@@ -402,11 +369,7 @@ def cell_digest(config: JobConfig, sites: str, data: str) -> str:
 
 
 def _check_published(study: Study, cells: list[Cell]) -> None:
-    """Raise ConfigError for a published number that fits several cells, is given twice, or is no score of its cells.
-
-    Also for a floor of a score that no cell has.
-    """
-    seen: set[tuple[str, str, str]] = set()
+    """Raise ConfigError for a published number that fits several cells or is no score of its cells, and for such a floor."""
 
     def check(where: str, names: Set[str], known: Set[str]) -> None:
         if wrong := sorted(names - known - DIAGNOSED.keys() - {f"{HELD_OUT}{one}" for one in known}):
@@ -425,10 +388,6 @@ def _check_published(study: Study, cells: list[Cell]) -> None:
         places = [{axis: one.labels[axis] for axis in study.config.compared_axes} for one in fitting] or [labels]
         if unsaid := [axis for axis in places[0] if len({one[axis] for one in places}) > 1]:
             raise ConfigError(f"{where}: fits several cells; say {' and '.join(unsaid)} too")
-        numbers = {(labels_text(places[0]), str(row.get("site", "")), name) for name in names}
-        if twice := sorted(name for *_, name in numbers & seen):
-            raise ConfigError(f"{where}: another row has {twice[0]!r} of the same cells; keep one of them")
-        seen |= numbers
 
 
 def fits_choice(labels: Mapping[str, str], when: Choice) -> bool:

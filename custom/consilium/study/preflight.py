@@ -1,6 +1,6 @@
-"""Checks before the first cell of a study runs: each job, each site, its data and its checkpoint.
+"""Checks before the first cell of a study runs: each job, each site, its data and its checkpoint; and the FLOPs of a study.
 
-They also compute digests of the data, by which a finished cell is recognized later.
+The checks also compute digests of the data, by which a finished cell is recognized later.
 """
 
 import hashlib
@@ -18,9 +18,11 @@ from consilium.config.job import JobConfig
 from consilium.config.site import Given, SiteConfig, find_site
 from consilium.core.errors import ConfigError
 from consilium.core.storage import file_hash, make_private_folder, write_atomic
+from consilium.estimates.compute import Samples, Work, flops_per_sample, generated_samples, run_flops
 from consilium.federation.job import assemble_job, checkpoint_of
 from consilium.federation.simulated_sites import site_names
-from consilium.study.definition import Cell, GridErrors
+from consilium.study.definition import Cell, GridErrors, Study
+from consilium.study.records import save_flops
 
 # data digest -----------------------------------------------------------------------------------------------------------
 # Digests of the sites' data and checkpoints by content, in any folder. A cell's results depend on them and on its job.
@@ -161,3 +163,31 @@ class Planner:
         if key not in self._data:
             self._data[key] = self.digests.digest(config, sites)
         return self._data[key]
+
+
+# FLOPs ------------------------------------------------------------------------------------------------------------------
+
+COUNTING = ("model", "adapter", "task", "strategy")
+"""Sections of a job that decide how many FLOPs a sample takes."""
+
+
+def count_and_cache_flops(study: Study) -> float | None:
+    """Count, cache and return the FLOPs of a whole study; None if the size of a cell's data is unknown.
+
+    Jobs that differ only in rounds, seeds or noise are counted with one model, built without weights.
+    """
+    known: dict[str, Work] = {}
+    total = 0.0
+    for cell in study.cells():
+        config = cell.load()
+        given = Samples(**cell.counts.model_dump()) if cell.counts and not study.size else None
+        if (samples := generated_samples(config, len(site_names(cell.sites, None))) or given) is None:
+            save_flops(study, None)
+            return None
+        job, said = assemble_job(config, cell.base), config.model_dump(mode="json", include=set(COUNTING))
+        key = json.dumps([said, config.training.gradient_checkpointing])
+        if key not in known:
+            known[key] = flops_per_sample(job)
+        total += run_flops(job, known[key], samples)
+    save_flops(study, total)
+    return total

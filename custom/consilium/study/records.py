@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from filelock import FileLock, Timeout
 from pydantic import Field, TypeAdapter
@@ -106,18 +106,14 @@ def digest_of(study: Study) -> str:
     return hashlib.sha256(json.dumps([said, base], default=str).encode()).hexdigest()[:16]
 
 
-def read_flops_cache(folder: Path | None = None) -> dict[str, Any]:
-    """Return the cache of a folder of studies, by default of Consilium's own, by study; {} without a cache."""
-    return read_json((folder or studies_folder()) / CACHE)
-
-
-def known_flops(study: Study, flops_cache: Mapping[str, Any]) -> float | None:
-    """Return the cached FLOPs of a study; None if there are none, or the study has changed since. `flops_cache`: the cache."""
-    one = flops_cache.get(study.name)
+def known_flops(study: Study) -> float | None:
+    """Return the cached FLOPs of a study; None if there are none, or the study has changed since."""
+    one = read_json(studies_folder() / CACHE).get(study.name)
     return float(one["flops"]) if isinstance(one, dict) and one.get("digest") == digest_of(study) and one.get("flops") else None
 
 
 def save_flops(study: Study, flops: float | None) -> None:
     """Write the FLOPs of a study to the cache."""
-    there = read_flops_cache() | {study.name: {"digest": digest_of(study), "flops": flops}}
-    write_atomic(studies_folder() / CACHE, (json.dumps(dict(sorted(there.items())), indent=1) + "\n").encode())
+    path = studies_folder() / CACHE
+    there = read_json(path) | {study.name: {"digest": digest_of(study), "flops": flops}}
+    write_atomic(path, (json.dumps(dict(sorted(there.items())), indent=1) + "\n").encode())

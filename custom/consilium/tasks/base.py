@@ -74,7 +74,7 @@ class UnitScores:
 
 @runtime_checkable
 class ShowsUnits(Protocol):
-    """Optional methods of a task that show its best, median and worst units; see report/best_worst_cases.py."""
+    """Optional methods of a task that show its best, median and worst units; see report/predictions.py."""
 
     scored: UnitScores | None
     """The scores of the last final evaluation."""
@@ -84,16 +84,11 @@ class ShowsUnits(Protocol):
         ...
 
 
-class GroupsRecords(Protocol):
-    """A task that may choose which records are in a batch together, instead of random ones."""
-
-    def batch_order(self, order: list[int], size: int) -> list[int]:
-        """Return an epoch's shuffled `order`, rearranged for batches of `size`."""
-        ...
-
-
 class Task(Protocol):
-    """A task, as the training loop uses it; see tasks/segmentation/task.py."""
+    """A task, as the training loop uses it; see tasks/segmentation/task.py.
+
+    Optional: `batch_order(order, size)` returns an epoch's shuffled `order`, rearranged for batches of `size`.
+    """
 
     num_samples: int
 

@@ -13,11 +13,6 @@ _check_datalist = lazy("consilium.data.check:check_datalist")
 _expand = lazy("consilium.data.slices:expand")
 
 
-def strict_reader(classes: bool) -> Callable[[Path], DataList]:
-    """Return a function that reads a data list with class labels (`classes`) or masks. It raises DataError for a bad entry."""
-    return lambda path: read_datalist(path, classes)
-
-
 def usable_reader(classes: bool) -> Callable[[Path, list[Lost]], DataList]:
     """Return a function that reads the usable entries of a data list and adds (split, error) of the others to `lost`."""
     return lambda path, lost: read_datalist(path, classes, lost)

@@ -45,11 +45,6 @@ def peak_memory(device: torch.device) -> Iterator[dict[str, float]]:
         found["peak_bytes"] = float(torch.cuda.max_memory_allocated(device))
 
 
-def pin_batch(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Return a batch, in pinned memory if `device` is a GPU, so that copying overlaps with computing."""
-    return {key: tensor.pin_memory() for key, tensor in batch.items()} if device.type == "cuda" else batch
-
-
 def pick_device(wanted: str, setting: str = "site.yaml: device") -> torch.device:
     """Return the torch device for "auto" (first GPU, else CPU) or a named one.
 

@@ -14,7 +14,7 @@ from consilium.core.errors import ConsiliumError, DataError, Reason
 from consilium.core.messages import Tensors
 from consilium.core.seeding import seed_for
 from consilium.data.datalist import NOTHING_LEFT
-from consilium.strategies.trainer import FeaturePenalty
+from consilium.strategies.strategy import FeaturePenalty
 from consilium.tasks.base import Batch, Task
 from consilium.training.device import autocast, cuda_devices
 

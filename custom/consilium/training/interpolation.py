@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from consilium.core.seeding import seed_for
 from consilium.models.registry import Cut
-from consilium.strategies.traits import Interpolation
+from consilium.strategies.strategy import Interpolation
 from consilium.tasks.base import Task, evaluating
 
 Mix = Callable[[float | Tensor], None]

@@ -6,14 +6,15 @@ step, become few large ones. The results equal those of single passes up to the 
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from consilium.adapters import adapter_state
 
@@ -74,7 +75,7 @@ class Call:
 
     @property
     def _first(self) -> Tensor:
-        return next(one for one in _leaves((self.arguments, self.options)) if isinstance(one, Tensor))
+        return next(one for one in tree_leaves((self.arguments, self.options)) if isinstance(one, Tensor))
 
     @property
     def key(self) -> Key:
@@ -154,7 +155,7 @@ def check_random_state_unchanged(before: Sequence[Tensor]) -> None:
 
 def _check_equal(joined: Any, alone: Any) -> None:
     """Raise ValueError if an output of a joint pass differs from that of the site's own model."""
-    pairs = zip(_leaves(joined), _leaves(alone), strict=True)
+    pairs = zip(tree_leaves(joined), tree_leaves(alone), strict=True)
     for one, other in ((one, other) for one, other in pairs if isinstance(other, Tensor)):
         largest = float(other.abs().max()) if other.numel() else 0.0
         lower = torch.is_autocast_enabled(other.device.type)
@@ -167,52 +168,43 @@ def _is_tokens(value: Tensor) -> bool:
     return value.ndim == 2 and not value.is_floating_point()
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _leaves(one)
-    else:
-        yield value
-
-
 def _join_key(value: Any) -> Any:
     """Return a key that is equal for values that can be joined. Tokens may differ in length, because they are padded."""
+    leaves, structure = tree_flatten(value)
+    return str(structure), tuple(map(_leaf_key, leaves))
+
+
+def _leaf_key(value: Any) -> Any:
     if isinstance(value, Tensor):
         return str(value.dtype), str(value.device), "tokens" if _is_tokens(value) else tuple(value.shape[1:])
-    if isinstance(value, Mapping):
-        return tuple((name, _join_key(one)) for name, one in value.items())
-    if isinstance(value, (list, tuple)):
-        return tuple(_join_key(one) for one in value)
     return value if isinstance(value, (bool, int, float, str, type(None))) else id(value)
 
 
 def _join(values: Sequence[Any], length: int) -> Any:
-    first = values[0]
-    if isinstance(first, Tensor):
+    """Return one value of the same structure, with the batches of all values concatenated and tokens padded to `length`."""
+
+    def join_leaves(*ones: Any) -> Any:
+        if not isinstance(ones[0], Tensor):
+            return ones[0]
         # padding follows a text: a causal model's other tokens do not see it
-        return torch.cat([F.pad(one, (0, length - one.shape[1])) if _is_tokens(one) else one for one in values])
-    if isinstance(first, Mapping):
-        return {name: _join([one[name] for one in values], length) for name in first}
-    if isinstance(first, (list, tuple)):
-        return type(first)(_join(list(ones), length) for ones in zip(*values, strict=True))
-    return first
+        return torch.cat([F.pad(one, (0, length - one.shape[1])) if _is_tokens(one) else one for one in ones])
+
+    return tree_map(join_leaves, *values)
 
 
 def _cut(value: Any, start: int, size: int, of: int, length: int) -> Any:
-    if isinstance(value, Tensor):
-        if not value.ndim or len(value) != of:
-            raise ValueError(f"an output of shape {tuple(value.shape)} for {of} rows")
-        own = value[start : start + size]
+    """Return the rows `start` to `start` + `size` of every tensor in an output of `of` rows; of texts `length` tokens."""
+
+    def cut(one: Any) -> Any:
+        if one is None:
+            return None
+        if not isinstance(one, Tensor) or not one.ndim or len(one) != of:
+            what = f"shape {tuple(one.shape)} for {of} rows" if isinstance(one, Tensor) else f"type {type(one).__name__}"
+            raise ValueError(f"an output of {what}")
+        own = one[start : start + size]
         return own[:, :length] if length else own
-    cut = partial(_cut, start=start, size=size, of=of, length=length)
-    if is_dataclass(value) and not isinstance(value, type):  # of transformers
-        found = {one.name: getattr(value, one.name) for one in fields(value)}
-        return type(value)(**{name: None if one is None else cut(one) for name, one in found.items()})
-    if isinstance(value, (list, tuple)):
-        return type(value)(cut(one) for one in value)
-    raise ValueError(f"an output of type {type(value).__name__}")
+
+    return tree_map(cut, value)
 
 
 def _run_each_on_its_rows(

@@ -19,10 +19,10 @@ from consilium.core.messages import Tensors
 from consilium.core.seeding import seed_for
 from consilium.data.cache import AHEAD, prefetch
 from consilium.data.datalist import NOTHING_LEFT
-from consilium.privacy.dpsgd import DpSgd, PrivateSteps, log_failure
-from consilium.strategies.trainer import LocalStep, Penalty
-from consilium.tasks.base import Batch, GroupsRecords, Task
-from consilium.training.device import CPU, autocast, compile_blocks, cuda_devices, pin_batch
+from consilium.privacy.dpsgd import ClippedSum, DpSgd, PrivateSteps, log_failure
+from consilium.strategies.strategy import LocalStep, Penalty
+from consilium.tasks.base import Batch, Task
+from consilium.training.device import CPU, autocast, compile_blocks, cuda_devices
 
 # optimizer -------------------------------------------------------------------------------------------------------------
 # The optimizer of local training and its learning rate.
@@ -378,14 +378,15 @@ def batches(task: Task, batch_size: int, seed: int) -> Iterator[Batch]:
 
 def _calls(task: Task, batch_size: int, seed: int, device: torch.device) -> Iterator[Callable[[], Batch]]:
     order = torch.randperm(task.num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
-    if hasattr(task, "batch_order"):  # from Python 3.12 on isinstance does not see methods behind a wrapper's __getattr__
-        order = cast(GroupsRecords, task).batch_order(order, batch_size)
+    if hasattr(task, "batch_order"):
+        order = cast(Any, task).batch_order(order, batch_size)
     for start in range(0, len(order), batch_size):
         yield partial(_batch, task, device, order[start : start + batch_size], seed)
 
 
 def _batch(task: Task, device: torch.device, indices: list[int], seed: int) -> Batch:
-    return pin_batch(task.batch(indices, seed), device)
+    batch = task.batch(indices, seed)  # pinned for a GPU, so that copying overlaps with computing
+    return {key: tensor.pin_memory() for key, tensor in batch.items()} if device.type == "cuda" else batch
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -395,3 +396,43 @@ def _device(model: nn.Module) -> torch.device:
 def _count_ahead(task: Task) -> int:
     """Return how many batches another thread may prepare ahead: 0 unless the task has `workers`."""
     return AHEAD if getattr(task, "workers", 0) else 0
+
+
+# step over all sites ---------------------------------------------------------------------------------------------------
+# One step of DP-SGD over all sites' data: a site's contribution to the sum of clipped gradients.
+#
+# Every site draws its units (records or patients) independently with the same probability, with the system's random generator.
+# Each unit's gradient is clipped and rounded to the grid separately. So a unit changes the sum by at most its clip and the
+# rounding of one gradient, for any other drawn units and any order. The guard adds the site's share of noise. An empty batch
+# gives zeros, and so does a unit whose loss or gradient is not finite: an error would reveal without noise that the unit was
+# drawn.
+#
+# Source: M. Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, Algorithm 1, its sum taken over hospitals.
+
+
+def step_update(
+    model: nn.Module,
+    task: Task,
+    params: Mapping[str, Tensor],
+    trained: set[str],
+    config: TrainingConfig,
+    dp: DpSgd,
+) -> Tensors:
+    """Return minus the sum of the drawn units' clipped gradients for the tensors `trained`, int64 in units of the grid.
+
+    `params`: the model's adapter tensors by name, which are not changed. Draws are secret, or fixed by `dp.seed`. A model that
+    draws random numbers itself is refused. Raises ConsiliumError for a task whose loss is not one number.
+    """
+    active, randomness = set_requires_grad(params, trained), dp.randomness()
+    config = config.model_copy(update={"precision": "fp32"})  # in bf16 rounding depends on the rest of the batch
+    drawn = randomness.poisson_sample(dp.count(task.num_samples), dp.sample_rate)
+    clipped = ClippedSum(model, active, dp)
+    model.train()
+    try:
+        for _, batch in read_units(model, task, list(dp.samples(drawn, randomness)), randomness.seed()):
+            with clipped.add_unit():
+                _backward(model, task, batch, config, 1.0)
+    finally:
+        model.eval()
+    parted = (-clipped.take()).split([p.numel() for p in active.values()])
+    return {name: part.reshape(p.shape) for (name, p), part in zip(active.items(), parted, strict=True)}

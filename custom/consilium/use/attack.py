@@ -41,8 +41,7 @@ from consilium.core.errors import DataError
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.patients import item_pseudonym
 from consilium.federation.job import build_task
-from consilium.privacy.accounting.accountant import epsilon_of
-from consilium.privacy.accounting.composition import noise_multiplier_for_part
+from consilium.privacy.accounting import epsilon_of, noise_multiplier_for_part
 from consilium.privacy.plan import make_plan
 from consilium.tasks.base import Task
 from consilium.training.device import autocast

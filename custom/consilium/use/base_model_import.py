@@ -31,9 +31,9 @@ from consilium.core.storage import PUBLIC, file_hash, write_atomic
 from consilium.data.safe_open import read_text
 from consilium.models.architecture import gguf_files, refuse_adapter
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer, restore_conv1d
-from consilium.models.model_writer import no_progress_bar, save_text_model
 from consilium.models.transformers_folder import shorten_error
 from consilium.models.untrusted_folder import INDEX, WEIGHTS, name_field_in_errors, plain_file, read_json
+from consilium.models.weight_files import no_progress_bar, save_text_model
 from consilium.report.tables import only_true
 from consilium.tasks.language.prompts import Prompt
 from consilium.use.output_folder import LICENCES, check_destination, new_folder

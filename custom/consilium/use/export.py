@@ -20,13 +20,12 @@ from consilium.core.storage import PUBLIC, write_atomic
 from consilium.federation.job import checkpoint_of, tokenizer_of
 from consilium.federation.model_card import FILES, UNSTATED
 from consilium.federation.saved_model import CARD, TENSORS, convert_changes_to_parameters, export_adapter, read_adapter_folder
-from consilium.models.base_weights import tensor_names
 from consilium.models.causal_lm.network import TINY_FOLDER
-from consilium.models.dtypes import QUANTIZED
+from consilium.models.low_precision import QUANTIZED
 from consilium.models.meta_device import build_on_meta_device
-from consilium.models.model_writer import HEAD_FILE
 from consilium.models.registry import MODELS
 from consilium.models.text_encoder import TextEncoderConfig
+from consilium.models.weight_files import HEAD_FILE, tensor_names
 from consilium.report.run_record import job_of
 from consilium.use import export_formats
 from consilium.use.base_model_import import UNKNOWN, licence_of

@@ -23,8 +23,8 @@ from consilium.core.errors import CheckpointError, ConfigError, raise_first
 from consilium.core.sanitize import shown
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.federation.model_card import Card
-from consilium.models.model_writer import WEIGHTS, save_weights
 from consilium.models.registry import MODELS, Graph
+from consilium.models.weight_files import WEIGHTS, save_weights
 from consilium.tasks.segmentation import prompt_kind_of
 
 ENVIRONMENT = Environment(trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)

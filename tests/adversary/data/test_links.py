@@ -18,8 +18,8 @@ from consilium.data.datalist import SPLITS
 from consilium.data.settings import PictureSettings
 from consilium.federation import diagnostics
 from consilium.privacy import mechanism
-from consilium.report import data_stats, site_statistics
-from consilium.report.page.check_page import write_report
+from consilium.report.page import data_pages
+from consilium.report.page.data_pages import write_report
 from consilium.report.results_table import CrossSiteMatrix
 from consilium.report.run_files import RunLog
 from consilium.strategies.strategy import ServerState
@@ -89,11 +89,6 @@ def share_out(folder: Path) -> None:
     partition.write_summary(folder, folder, asked, ["disc"], found)
 
 
-def survey(folder: Path) -> None:
-    """Draw the statistics that sites told."""
-    site_statistics.plot(folder / "statistics.png", {"a": {"refused": "no answer"}})
-
-
 def matrix(folder: Path) -> None:
     """Write the scores of every site's model on every site's data."""
     CrossSiteMatrix("dice", "test", ("a",), (Stage.GLOBAL,), ("a",), [[1.0]]).write(folder)
@@ -102,11 +97,11 @@ def matrix(folder: Path) -> None:
 def look_at_a_site(folder: Path) -> None:
     """Write statistics of a site's pictures."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(data_stats, "draw", lambda *_: Figure())
-        data_stats.write_stats(folder, {}, {}, PictureSettings())
+        monkeypatch.setattr(data_pages, "draw", lambda *_: Figure())
+        data_pages.write_stats(folder, {}, {}, PictureSettings())
 
 
-@pytest.mark.parametrize("write", [finish_a_run, draw_a_site, share_out, survey, matrix, look_at_a_site])
+@pytest.mark.parametrize("write", [finish_a_run, draw_a_site, share_out, matrix, look_at_a_site])
 def test_nothing_is_written_through_a_link(write: Callable[[Path], None], tmp_path: Path) -> None:
     """Whatever name a file has in such a folder, a link under it is replaced, and what it leads to stays as it is."""
     clean, planted, outside = (tmp_path / name for name in ("clean", "planted", "outside"))

@@ -25,7 +25,7 @@ from consilium.flare.kit import revocation
 from consilium.flare.kit.heartbeat_server import Attendance
 from consilium.flare.kit.revocation import COMPONENT, revoke
 from consilium.flare.kit.revocation_check import RevocationCheck
-from consilium.privacy.secagg.simulated_identities import certificate_for, pem_of
+from consilium.privacy.secagg.certificates import certificate_for, pem_of
 
 DAY = 86400.0
 LEAD = "lead@hub.example"

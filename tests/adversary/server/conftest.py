@@ -26,10 +26,10 @@ from consilium.federation.job import Job
 from consilium.flare.job import job_context, wire
 from consilium.flare.job.executor import SiteExecutor
 from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter
-from consilium.privacy.accounting.composition import Entry
+from consilium.privacy.accounting import Entry
 from consilium.privacy.guard.guard import Guard
 from consilium.privacy.guard.release import upload_shapes
-from consilium.privacy.ledger.ledger import Ledger
+from consilium.privacy.ledger import Ledger
 from tests.conftest import assembled, small_config
 from tests.flare import process_state
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from consilium.core.errors import Reason
-from consilium.privacy.ledger.ledger import Ledger
+from consilium.privacy.ledger import Ledger
 from tests.adversary.server.conftest import RECORD_LEVEL
 from tests.adversary.server.test_before_a_round import BOTH
 from tests.conftest import small_config

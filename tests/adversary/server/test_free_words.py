@@ -13,7 +13,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import DataError, Reason, RefusedError
 from consilium.core.messages import Kind
 from consilium.flare.job import wire
-from consilium.privacy.ledger import audit_log
+from consilium.privacy import audit_log
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient
 from tests.adversary.server.test_words import admitted, answered, failing
 from tests.conftest import small_config
@@ -94,7 +94,7 @@ def test_what_a_word_costs_comes_into_the_record_once_however_late(privacy: dict
     """Its row was written, its line was not, and never came."""
     site = failing(client(privacy))
     task = admitted(site)
-    with patch("consilium.privacy.ledger.audit_log.os.write", side_effect=FULL):
+    with patch("consilium.privacy.audit_log.os.write", side_effect=FULL):
         assert wire.reason_of(answered(site, task)) is Reason.LEDGER
     again = client(privacy)
     for _ in range(3):

@@ -17,7 +17,7 @@ import consilium
 from consilium.core.errors import Reason
 from consilium.flare.job import wire
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps
-from consilium.privacy.ledger.ledger import Ledger
+from consilium.privacy.ledger import Ledger
 from tests.adversary.server.conftest import RECORD_LEVEL, MakeClient
 
 NUMBERS, UNITS, RATE, CLIP, SIGMA = 64, 8, 0.5, 1.0, 50.0

@@ -15,9 +15,9 @@ from consilium.core.errors import Reason
 from consilium.core.messages import Payload
 from consilium.core.storage import load_state
 from consilium.flare.job import wire
-from consilium.privacy.ledger.audit_log import read_with_epsilon
-from consilium.privacy.secagg.server import Attempt, Collector
-from consilium.privacy.secagg.simulated_identities import SERVER, make_simulated_identities, read_root, read_simulated_identity
+from consilium.privacy.audit_log import read_with_epsilon
+from consilium.privacy.secagg.certificates import SERVER, make_simulated_identities, read_root, read_simulated_identity
+from consilium.privacy.secagg.server import HELLO, Attempt, Collector
 from consilium.privacy.secagg.terms import Message
 from tests.adversary.server.conftest import Client, Trainer
 from tests.conftest import assembled, small_cells, training_only
@@ -64,7 +64,7 @@ class Fleet:
 
     def met(self) -> dict[str, Message]:
         """Return every site's entry for the roster."""
-        return {name: self.masks(name, self.collector.hello_question())[wire.MASKS] for name in SITES}
+        return {name: self.masks(name, HELLO)[wire.MASKS] for name in SITES}
 
     def prepared(self) -> Attempt:
         """Bring the first phase to where all sites have prepared."""

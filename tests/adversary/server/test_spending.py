@@ -9,7 +9,7 @@ from consilium.config.job import JobConfig
 from consilium.core.errors import Reason, RefusedError
 from consilium.federation.job import assemble_job
 from consilium.flare.job import wire
-from consilium.privacy.accounting.composition import epsilon_for
+from consilium.privacy.accounting import epsilon_for
 from consilium.privacy.plan import make_plan
 from consilium.privacy.secagg.terms import terms_of
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient

@@ -11,7 +11,7 @@ from nvflare.apis.shareable import Shareable
 from consilium.client.approval import check_approved
 from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.flare.job import wire
-from consilium.privacy.ledger import audit_log
+from consilium.privacy import audit_log
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient
 from tests.privacy.test_statistics import masks
 

@@ -8,7 +8,7 @@ import pytest
 
 from consilium.core.errors import RefusedError
 from consilium.flare.kit.evidence_archive import LEDGER, verify_chains
-from consilium.privacy.ledger.ledger import COLUMNS, Ledger
+from consilium.privacy.ledger import COLUMNS, Ledger
 from tests.privacy.test_ledger import ONE
 
 NAMES = ", ".join(COLUMNS)

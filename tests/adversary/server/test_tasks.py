@@ -7,7 +7,7 @@ from nvflare.apis.shareable import Shareable
 from consilium.core.errors import Reason
 from consilium.core.messages import HELD_OUT, Kind, Payload
 from consilium.flare.job import wire
-from consilium.privacy.ledger import audit_log
+from consilium.privacy import audit_log
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient
 
 

@@ -22,7 +22,7 @@ from consilium.core.storage import digest, load_state, save_state
 from consilium.flare.job import wire
 from consilium.flare.job.executor import SiteExecutor
 from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter
-from consilium.privacy.accounting.composition import Entry
+from consilium.privacy.accounting import Entry
 from consilium.privacy.guard import release_store
 from consilium.privacy.guard.release_store import FILE
 from consilium.runtime.worker_pool import SimulatedSite
@@ -32,7 +32,7 @@ from tests.conftest import small_config
 from tests.flare import process_state
 
 BOTH = pytest.mark.parametrize("fails", [False, True], ids=["well", "fails"])
-SPEND = "consilium.privacy.ledger.ledger.Ledger.spend"
+SPEND = "consilium.privacy.ledger.Ledger.spend"
 OVER = RefusedError("over the budget", Reason.BUDGET)
 
 
@@ -74,25 +74,6 @@ def test_what_was_kept_unpaid_never_leaves_on_other_terms(fails: bool, client: M
     assert row.noise_multiplier == site.guard.plan.noise_multiplier != later.guard.plan.noise_multiplier
 
 
-@pytest.mark.parametrize("was_paid", [True, False])
-def test_a_release_of_a_former_version_leaves_again_where_the_ledger_has_its_row(
-    was_paid: bool, client: MakeClient, tmp_path: Path
-) -> None:
-    site = client(SITE_LEVEL)
-    first = asked(site)
-    (file,) = tmp_path.rglob(FILE)
-    tensors, meta = load_state(file)
-    save_state(file, tensors, {key: value for key, value in meta.items() if key != "terms"})
-    if not was_paid:
-        for path in tmp_path.rglob("ledger.sqlite"):
-            path.unlink()
-        for path in tmp_path.rglob("audit.jsonl"):
-            path.unlink()
-    again = asked(client(SITE_LEVEL))
-    assert wire.reason_of(again) is (None if was_paid else Reason.LEDGER)
-    assert not was_paid or digest(wire.decode(again)[0].tensors) == digest(wire.decode(first)[0].tensors)
-
-
 @pytest.mark.parametrize("full", [False, True], ids=["", "full"])
 def test_of_an_evaluation_whose_scores_stay_no_word_leaves(full: bool, client: MakeClient) -> None:
     """Tensors that only an unpaid training would have left were missing: `checkpoint`, for nothing. With no room as well."""
@@ -103,9 +84,7 @@ def test_of_an_evaluation_whose_scores_stay_no_word_leaves(full: bool, client: M
     for reason in Reason:
         with (
             patch.object(site.trainer, "evaluate", side_effect=CheckpointError("cannot", reason)),
-            patch(
-                "consilium.privacy.ledger.audit_log.os.write", side_effect=OSError(errno.ENOSPC, "full") if full else os.write
-            ),
+            patch("consilium.privacy.audit_log.os.write", side_effect=OSError(errno.ENOSPC, "full") if full else os.write),
         ):
             failed = site.ask("evaluate", message)
         assert (failed["DXO"]["meta"], failed["__headers__"]) == (well["DXO"]["meta"], well["__headers__"])

@@ -21,7 +21,7 @@ from consilium.core.storage import digest
 from consilium.flare.job import wire
 from consilium.flare.job.executor import SiteExecutor
 from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter
-from consilium.privacy.accounting.composition import epsilon_for
+from consilium.privacy.accounting import epsilon_for
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient, Trainer
 from tests.data.storing import make_site
 from tests.flare import process_state
@@ -94,7 +94,7 @@ def test_where_nothing_can_be_recorded_an_update_and_a_failure_look_the_same(cli
     for number, make in enumerate([lambda site: site, failing, lambda site: failing(site, ValueError("x"))]):
         site = make(client(SITE_LEVEL, folder=f"job-{number}"))
         task = admitted(site, f"run-{number}")
-        with patch("consilium.privacy.ledger.audit_log.os.write", full):
+        with patch("consilium.privacy.audit_log.os.write", full):
             told.append(wire.reason_of(answered(site, task)))
     assert told == [Reason.LEDGER] * 3
 
@@ -182,7 +182,7 @@ def test_a_word_is_paid_once_wherever_its_process_is_killed(privacy: dict, clien
         return sum(row.digest == "word" for row in site.guard.ledger.entries())
 
     site = failing(client(privacy))
-    for where in ("core.storage.os.replace", "privacy.ledger.ledger.Ledger.spend"):  # before it has its name, and behind that
+    for where in ("core.storage.os.replace", "privacy.ledger.Ledger.spend"):  # before it has its name, and behind that
         task = admitted(site)
         with patch(f"consilium.{where}", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             answered(site, task)
@@ -197,7 +197,7 @@ def test_a_word_is_paid_once_wherever_its_process_is_killed(privacy: dict, clien
 def test_a_word_that_is_not_paid_yet_does_not_leave_without_its_price(client: MakeClient) -> None:
     site = failing(client(SITE_LEVEL, budgets={"site": {"epsilon": 3.1}}))
     task = admitted(site)
-    with patch("consilium.privacy.ledger.ledger.Ledger.spend", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with patch("consilium.privacy.ledger.Ledger.spend", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         answered(site, task)
     other = client(SITE_LEVEL, folder="two", budgets={"site": {"epsilon": 3.1}})
     for round in range(2):

@@ -20,9 +20,7 @@ from consilium.federation.job import Job, assemble_job
 from consilium.privacy.plan import make_plan
 from consilium.strategies.feddpa import FedDPA
 from consilium.strategies.fedit import FedIT
-from consilium.strategies.strategy import Strategy
-from consilium.strategies.trainer import Trainer
-from consilium.strategies.traits import Interpolation, Traits
+from consilium.strategies.strategy import Interpolation, Strategy, Trainer, Traits
 from tests.conftest import small_cells, small_config
 
 RECORD = {"unit": "record", "epsilon": 5, "delta": 1e-5, "clip": 1.0}

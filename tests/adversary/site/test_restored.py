@@ -14,7 +14,7 @@ from consilium.core.errors import ConfigError, Reason
 from consilium.core.messages import Hello, Payload
 from consilium.core.storage import digest
 from consilium.flare.job import wire
-from consilium.privacy.ledger import audit_log
+from consilium.privacy import audit_log
 from consilium.server.coordinator import FILE, Coordinator, Seals
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient, client
 from tests.conftest import small_config

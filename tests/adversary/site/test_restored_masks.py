@@ -50,7 +50,7 @@ def signers(net: Net, attempt: Attempt) -> set[str]:
         with suppress(ConsiliumError):
             attempt.take_masked(name, net.masked(attempt, name, net.task(attempt, name, parties)))
         with suppress(ConsiliumError):
-            net.parties[name].answer(attempt.confirm_question(WITHOUT))
+            net.parties[name].answer(attempt.question("confirm", survivors=WITHOUT))
             signed.add(name)
     return signed
 

@@ -18,7 +18,7 @@ from consilium.core.errors import ConfigError
 from consilium.core.messages import Payload
 from consilium.core.sanitize import markdown_cell, rich_line, shown, tensorboard_tag
 from consilium.data.check_report import Findings
-from consilium.privacy.ledger import audit_log
+from consilium.privacy import audit_log
 from consilium.report import live_view
 from consilium.report.live_view import LiveView
 from consilium.report.results_table import results_table
@@ -151,7 +151,7 @@ def test_tensorboard_and_the_record(tmp_path: Path) -> None:
     log = RunLog(tmp_path, config)
     log.record_run_start(config.strategy, {})
     log.record_result("site-1", Payload(0, 0, {}, metrics={HOSTILE: 0.5, "../../../up": 0.5, "validation/global/dice": 0.5}))
-    log.record_refusal({"event": "refused", "site": HOSTILE, "round": 0, "reason": HOSTILE, "joining": False})
+    log.record("refused", site=HOSTILE, round=0, reason=HOSTILE, joining=False)
     log.close()
     text = (tmp_path / "metrics.jsonl").read_text()
     assert len(text.splitlines()) == 3

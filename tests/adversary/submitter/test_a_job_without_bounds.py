@@ -9,6 +9,7 @@ import torch
 from pydantic import TypeAdapter
 
 from consilium.adapters import adapter_state, bottleneck, dual_rank, lora
+from consilium.adapters.kinds import BottleneckConfig, DualRankConfig, LoraConfig
 from consilium.adapters.registry import ADAPTERS
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
@@ -96,9 +97,9 @@ def test_an_adapter_larger_than_a_federation_carries_is_refused(kind: str, monke
         model = build_sam("tiny", None, 64, 2, weights=False)
         names = [name for name, _ in model.named_parameters()]
         inject = {
-            "lora": lambda: lora.inject(model, 4, 4.0, SAM.target("paper")),
-            "dual_rank": lambda: dual_rank.inject(model, 64, 1.0, SAM.target("paper")),
-            "bottleneck": lambda: bottleneck.inject(model, None),
+            "lora": lambda: lora.inject(model, LoraConfig(rank=4), SAM),
+            "dual_rank": lambda: dual_rank.inject(model, DualRankConfig(kind="dual_rank", rank=64), SAM),
+            "bottleneck": lambda: bottleneck.inject(model, BottleneckConfig(kind="bottleneck"), SAM),
         }
         with pytest.raises(ConfigError, match=r"adapter: [\d,]+ numbers to train, over 1,000; lower rank or width"):
             inject[kind]()

@@ -29,7 +29,7 @@ TEXT = {
     "head_dim": 16, "num_key_value_heads": 1, "max_position_embeddings": 64,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-MORE = ("mixtral", "gemma3_text", "gpt2", "gpt_neox", "falcon", "mamba", "qwen3_moe", "phi3")
+MORE = ("mixtral", "gemma3_text", "gpt2", "gpt_neox", "falcon", "qwen3_moe", "phi3")
 SPOKEN = {kind: TEXT for kind in (*CausalLmConfig.apart, *MORE)}
 SPOKEN["falcon"] = {key: size for key, size in TEXT.items() if key != "head_dim"}  # it works its own out
 READING = {

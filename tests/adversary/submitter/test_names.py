@@ -62,7 +62,7 @@ def names() -> list[str]:
     assert {
         "consilium.flare.kit.provision.prepare_builders",
         "consilium.cli.main.app",
-        "consilium.adapters.bottleneck.save_file",
+        "consilium.models.weight_files.save_file",
     } <= {*found}
     assert len(found) > 3000
     return found

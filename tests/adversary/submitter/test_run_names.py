@@ -17,9 +17,9 @@ from consilium.federation.job import Job, assemble_job
 from consilium.federation.run_folders import check_run_name, claim_run_folder
 from consilium.flare.job import job_context
 from consilium.flare.job.simulation_settings import OUTPUT
-from consilium.privacy.accounting.composition import Entry
-from consilium.privacy.ledger.audit_log import AuditLog
-from consilium.privacy.ledger.ledger import Ledger
+from consilium.privacy.accounting import Entry
+from consilium.privacy.audit_log import AuditLog
+from consilium.privacy.ledger import Ledger
 from consilium.server.coordinator import Coordinator
 from tests.conftest import small_config
 

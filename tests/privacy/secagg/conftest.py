@@ -12,11 +12,9 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from consilium.config.job import JobConfig
 from consilium.core.messages import Payload, Tensors
 from consilium.privacy.secagg.arithmetic import Layout, unflatten
-from consilium.privacy.secagg.certificates import Identity
-from consilium.privacy.secagg.client import Party
-from consilium.privacy.secagg.server import MASKED, Attempt, Collector
-from consilium.privacy.secagg.simulated_identities import certificate_for, pem_of
-from consilium.privacy.secagg.site_record import SiteRecord
+from consilium.privacy.secagg.certificates import Identity, certificate_for, pem_of
+from consilium.privacy.secagg.client import Party, SiteRecord
+from consilium.privacy.secagg.server import HELLO, MASKED, Attempt, Collector
 from consilium.privacy.secagg.terms import Message
 from tests.conftest import small_config
 
@@ -73,7 +71,7 @@ class Net:
 
     def meet(self, names: list[str] = NAMES) -> None:
         for name in names:
-            self.collector.admit(name, self.parties[name].answer(self.collector.hello_question()))
+            self.collector.admit(name, self.parties[name].answer(HELLO))
 
     def begin(self, round: int = 0) -> Attempt:
         self.meet()
@@ -104,7 +102,7 @@ class Net:
 
     def confirm(self, attempt: Attempt, parties: list[str], survivors: list[str], names: list[str]) -> None:
         for name in names:
-            answer = self.parties[name].answer(attempt.confirm_question(survivors))
+            answer = self.parties[name].answer(attempt.question("confirm", survivors=survivors))
             attempt.take_confirmed(name, answer, survivors, self.context(attempt, parties))
 
     def reveal(self, attempt: Attempt, parties: list[str], names: list[str]) -> None:

@@ -64,7 +64,7 @@ def test_without_noise_a_sum_of_fewer_than_all_that_are_asked_is_refused(step: s
             net.masked(attempt, "a", net.task(attempt, "a", fewer))
         return
     assert net.train(attempt, parties, fewer) == []
-    refused(net, "a", attempt.confirm_question(fewer), "3 sites are in the sum, under the 4 that it needs")
+    refused(net, "a", attempt.question("confirm", survivors=fewer), "3 sites are in the sum, under the 4 that it needs")
 
 
 def test_no_step_that_there_is_not_and_none_before_the_first(net: Net) -> None:
@@ -73,7 +73,7 @@ def test_no_step_that_there_is_not_and_none_before_the_first(net: Net) -> None:
     fresh = Net(net.folder / "fresh", net.identities)
     lost = refused(fresh, "a", attempt.prepare_question(), "has no key of this run; if its state is lost")
     assert lost is Reason.LEDGER  # not of a site that is ahead of the server's checkpoint
-    for question in (attempt.confirm_question(NAMES), attempt.reveal_question(), attempt.cancel_question()):
+    for question in (attempt.question("confirm", survivors=NAMES), attempt.reveal_question(), attempt.question("cancel")):
         refused(net, "a", question, "is none that this site is in")
 
 
@@ -93,7 +93,7 @@ def test_an_older_phase_is_not_gone_back_to(net: Net) -> None:
     second = net.begin(round=1)
     net.prepare(second)
     refused(net, "a", first.prepare_question(), "attempt 0-0-0 is stale, this site is at 1-0-0")
-    refused(net, "a", first.cancel_question(), "is none that this site is in")
+    refused(net, "a", first.question("cancel"), "is none that this site is in")
 
 
 def test_a_threshold_that_the_server_shrinks_is_nobodys(net: Net) -> None:
@@ -200,7 +200,9 @@ def test_sites_that_were_sent_different_models_get_masks_that_do_not_cancel(net:
     survivors = attempt.close_masked(parties)
     context = net.context(attempt, parties)
     with pytest.raises(RefusedError, match="another model"):
-        attempt.take_confirmed("b", net.parties["b"].answer(attempt.confirm_question(survivors)), survivors, context)
+        attempt.take_confirmed(
+            "b", net.parties["b"].answer(attempt.question("confirm", survivors=survivors)), survivors, context
+        )
     net.confirm(attempt, parties, survivors, ["a", "c", "d"])
     refused(net, "b", attempt.reveal_question(), "0 sites have confirmed this sum, under the threshold of 3")
     net.reveal(attempt, parties, ["a", "c", "d"])
@@ -222,16 +224,16 @@ def test_sites_that_were_sent_different_models_get_masks_that_do_not_cancel(net:
 )
 def test_a_forged_list_of_survivors_is_not_signed(net: Net, survivors: Any, why: str) -> None:
     attempt, _ = net.through()
-    refused(net, "a", attempt.confirm_question(survivors), why)
+    refused(net, "a", attempt.question("confirm", survivors=survivors), why)
 
 
 def test_lies_about_survivors_to_different_sites_open_nothing(net: Net) -> None:
     """a and b are told that d is gone, c and d that a is: neither sum has three signatures, nor will it."""
     attempt, _ = net.through()
     lies = {"a": ["a", "b", "c"], "b": ["a", "b", "c"], "c": ["b", "c", "d"], "d": ["b", "c", "d"]}
-    signed = {n: net.parties[n].answer(attempt.confirm_question(lies[n]))["signature"] for n in NAMES}
-    refused(net, "a", attempt.confirm_question(lies["d"]), "not in the sum")
-    refused(net, "b", attempt.confirm_question(lies["d"]), "has answered confirm of this attempt")
+    signed = {n: net.parties[n].answer(attempt.question("confirm", survivors=lies[n]))["signature"] for n in NAMES}
+    refused(net, "a", attempt.question("confirm", survivors=lies["d"]), "not in the sum")
+    refused(net, "b", attempt.question("confirm", survivors=lies["d"]), "has answered confirm of this attempt")
     for name in NAMES:
         refused(net, name, changed(attempt.reveal_question(), confirmed=signed), "2 sites have confirmed this sum")
 
@@ -240,7 +242,7 @@ def test_a_colluder_who_signs_two_lists_opens_one_sum_only(net: Net) -> None:
     """d works with the server and signs both lists, a and b one, c the other. Of c's own mask one share is known, d's."""
     attempt, _ = net.through()
     context, lists = net.context(attempt, NAMES), {"a": ["a", "b", "d"], "b": ["a", "b", "d"], "c": ["b", "c", "d"]}
-    signed = {n: net.parties[n].answer(attempt.confirm_question(one))["signature"] for n, one in lists.items()}
+    signed = {n: net.parties[n].answer(attempt.question("confirm", survivors=one))["signature"] for n, one in lists.items()}
     both = {n: sign(net.identities["d"].key, "confirm", context, canonical_json(lists[n])) for n in ("a", "c")}
     first, second = {n: signed[n] for n in "ab"} | {"d": both["a"]}, {"c": signed["c"], "d": both["c"]}
     for name in ("a", "b"):
@@ -251,7 +253,7 @@ def test_a_colluder_who_signs_two_lists_opens_one_sum_only(net: Net) -> None:
             net, "c", changed(attempt.reveal_question(), confirmed=confirmed), "have confirmed this sum, under the threshold"
         )
     with pytest.raises(ConsiliumError, match="what it signed"):
-        attempt._reconstruct("c", attempt.answers.answers_to("prepare")["c"]["seed"], commitment)
+        attempt._reconstruct("c", attempt.answers_to("prepare")["c"]["seed"], commitment)
 
 
 def test_sites_that_are_shown_different_rosters_have_nothing_in_common(make_net: Callable[..., Net]) -> None:
@@ -277,7 +279,7 @@ def test_sites_that_are_shown_different_rosters_have_nothing_in_common(make_net:
 def test_signatures_that_are_forged_replayed_or_of_others_do_not_count(net: Net) -> None:
     attempt, survivors = net.through()
     context = net.context(attempt, NAMES)
-    signed = {n: net.parties[n].answer(attempt.confirm_question(survivors))["signature"] for n in ("a", "b")}
+    signed = {n: net.parties[n].answer(attempt.question("confirm", survivors=survivors))["signature"] for n in ("a", "b")}
     outsider = net.identities["d"].key
     for forged in (
         {},
@@ -317,18 +319,18 @@ def test_a_late_update_stays_masked_for_ever(net: Net) -> None:
     late = net.masked(attempt, "d", net.task(attempt, "d", parties))
     net.confirm(attempt, parties, survivors, survivors)
     net.reveal(attempt, parties, survivors)
-    refused(net, "d", attempt.confirm_question(survivors), "not in the sum")
-    refused(net, "a", attempt.confirm_question(NAMES), "has answered confirm")
+    refused(net, "d", attempt.question("confirm", survivors=survivors), "not in the sum")
+    refused(net, "a", attempt.question("confirm", survivors=NAMES), "has answered confirm")
     words = late.tensors[MASKED].numpy().view("uint64")
-    private = attempt._reconstruct("d", attempt.answers.answers_to("prepare")["d"]["key"], public_key_of)
+    private = attempt._reconstruct("d", attempt.answers_to("prepare")["d"]["key"], public_key_of)
     for other in survivors:  # all that the server can take off
         key = sealing.pair_key(
-            private, attempt.answers.answers_to("prepare")[other]["key"], "mask", net.context(attempt, parties), ("d", other)
+            private, attempt.answers_to("prepare")[other]["key"], "mask", net.context(attempt, parties), ("d", other)
         )
         words = words + sealing.mask(key, 7)
     assert not np.array_equal(words[:6].view(np.int64), net.updates["d"]["w"].reshape(-1).numpy())
     with pytest.raises(ConsiliumError, match="what it signed"):
-        attempt._reconstruct("d", attempt.answers.answers_to("prepare")["d"]["seed"], commitment)
+        attempt._reconstruct("d", attempt.answers_to("prepare")["d"]["seed"], commitment)
 
 
 # attempts ---------------------------------------------------------------------------------------------------------------
@@ -336,7 +338,7 @@ def test_a_late_update_stays_masked_for_ever(net: Net) -> None:
 
 def cancelled(net: Net, attempt: Attempt, names: str) -> None:
     for name in names:
-        attempt.take_cancelled(name, net.parties[name].answer(attempt.cancel_question()))
+        attempt.take_cancelled(name, net.parties[name].answer(attempt.question("cancel")))
 
 
 def test_a_new_attempt_needs_so_many_cancellations_that_the_last_cannot_be_opened(net: Net) -> None:
@@ -361,7 +363,7 @@ def test_who_has_cancelled_reveals_nothing_and_who_has_revealed_does_not_cancel(
     attempt, survivors = net.through()
     net.confirm(attempt, NAMES, survivors, NAMES)
     net.reveal(attempt, NAMES, ["a"])
-    refused(net, "a", attempt.cancel_question(), "revealed already, so it cannot be cancelled")
+    refused(net, "a", attempt.question("cancel"), "revealed already, so it cannot be cancelled")
     cancelled(net, attempt, "b")
     refused(net, "b", attempt.reveal_question(), "attempt 0-0-0 is cancelled here")
     with pytest.raises(RefusedError, match="is cancelled here"):
@@ -396,7 +398,7 @@ def test_a_share_that_a_site_forges_stops_the_phase(net: Net) -> None:
     attempt, survivors = net.through()
     net.confirm(attempt, NAMES, survivors, NAMES)
     net.reveal(attempt, NAMES, ["a", "b", "c"])
-    attempt.answers.answers_to("reveal")["b"]["shares"]["d"] = "00" * sealing.WIDTH
+    attempt.answers_to("reveal")["b"]["shares"]["d"] = "00" * sealing.WIDTH
     with pytest.raises(ConsiliumError, match=r"shares of 'd'.*signed"):
         net.opened(attempt, NAMES, survivors)
 
@@ -417,7 +419,7 @@ def test_what_colluders_and_server_see_of_a_third_is_uniform(net: Net) -> None:
     context = attempt.mask_context(parties, order, SENT)
     with net.parties["a"].record.opened() as known:
         private = bytes.fromhex(known["attempt"]["mask_key"])
-    shared = sealing.pair_key(private, attempt.answers.answers_to("prepare")["b"]["key"], "mask", context, ("a", "b"))
+    shared = sealing.pair_key(private, attempt.answers_to("prepare")["b"]["key"], "mask", context, ("a", "b"))
     left = (masked["b"] + sealing.mask(shared, 2049))[:2048]
     counts = np.bincount(left.view(np.uint8), minlength=256)
     assert ((counts - 64.0) ** 2 / 64.0).sum() < 405

@@ -9,8 +9,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from consilium.config.privacy import SitePartnersConfig
 from consilium.core.errors import RefusedError
-from consilium.privacy.secagg.certificates import Identity, fingerprint, roster_entry, roster_keys
-from consilium.privacy.secagg.simulated_identities import certificate_for, pem_of
+from consilium.privacy.secagg.certificates import Identity, certificate_for, fingerprint, pem_of, roster_entry, roster_keys
 from tests.privacy.secagg.conftest import NAMES, RUN
 
 Keys = dict[str, rsa.RSAPrivateKey]

@@ -43,7 +43,7 @@ def test_a_new_attempt_with_another_model_is_refused_at_the_site_that_had_it(net
     """It would mask the update of the first: with no update of the others the sum would be its alone."""
     attempt, parties = trained(net, odd="b")
     for name in NAMES[:3]:
-        attempt.take_cancelled(name, net.parties[name].answer(attempt.cancel_question()))
+        attempt.take_cancelled(name, net.parties[name].answer(attempt.question("cancel")))
     again = net.collector.begin_next_attempt(attempt)
     parties = net.prepare(again)
     net.masked(again, "a", net.task(again, "a", parties))

@@ -77,12 +77,12 @@ def test_sites_and_server_that_are_killed_after_every_message_go_on_with_the_sam
         assert torch.equal(again.tensors[MASKED], masked[name].tensors[MASKED])
         attempt.take_masked(name, again)
     survivors = attempt.close_masked(parties)
-    signed = {name: net.parties[name].answer(attempt.confirm_question(survivors)) for name in NAMES}
+    signed = {name: net.parties[name].answer(attempt.question("confirm", survivors=survivors)) for name in NAMES}
     killed()
     attempt = net.collector.load_attempt_and_prune(0, 0)
     assert attempt is not None
     assert attempt.close_masked(parties) == survivors
-    assert {name: net.parties[name].answer(attempt.confirm_question(survivors)) for name in NAMES} == signed
+    assert {name: net.parties[name].answer(attempt.question("confirm", survivors=survivors)) for name in NAMES} == signed
     net.confirm(attempt, parties, survivors, NAMES)
     shown = {name: net.parties[name].answer(attempt.reveal_question()) for name in NAMES}
     killed()
@@ -98,7 +98,7 @@ def test_a_cancelled_attempt_is_followed_by_another_with_the_same_numbers(make_n
     attempt, survivors = net.through()
     net.confirm(attempt, NAMES, survivors, ["a", "b", "c"])
     for name in ("a", "b"):
-        attempt.take_cancelled(name, net.parties[name].answer(attempt.cancel_question()))
+        attempt.take_cancelled(name, net.parties[name].answer(attempt.question("cancel")))
     assert attempt.is_cancelled
     second = net.collector.begin_next_attempt(attempt)
     parties = net.prepare(second)

@@ -13,12 +13,12 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from consilium.config.privacy import SiteLevelDpConfig, SitePartnersConfig
 from consilium.core.errors import Reason, RefusedError
 from consilium.privacy.guard.masking import Masking
-from consilium.privacy.plan import site_plan
+from consilium.privacy.plan import plan_of_releases
 from consilium.privacy.secagg import sealing
-from consilium.privacy.secagg.certificates import Identity
+from consilium.privacy.secagg.certificates import Identity, certificate_for, pem_of
+from consilium.privacy.secagg.client import FILE, SiteRecord
 from consilium.privacy.secagg.sealing import canonical_json, sign
-from consilium.privacy.secagg.simulated_identities import certificate_for, pem_of
-from consilium.privacy.secagg.site_record import FILE, SiteRecord
+from consilium.privacy.secagg.server import HELLO
 from consilium.privacy.secagg.terms import Message
 from consilium.server.checks import refusals_text, remedy_text
 from tests.privacy.secagg.conftest import NAMES, ORDER, Net, as_sent, same
@@ -96,7 +96,7 @@ def everywhere(message: Message, odd: Any, keep: Iterable[str]) -> Iterator[Mess
 def test_whatever_stands_in_a_message_is_refused_and_breaks_nothing(odd: Any, net: Net) -> None:
     """An error of the reading code would not be on record. What has no say in a first attempt, or may be anything, stays."""
     site = net.parties["a"]
-    refused_all(lambda bad: net.collector.admit("a", bad), site.answer(net.collector.hello_question()), odd)
+    refused_all(lambda bad: net.collector.admit("a", bad), site.answer(HELLO), odd)
     attempt = net.begin()
     refused_all(site.answer, attempt.prepare_question(), odd, "past", "cancelled")
     prepared = site.answer(attempt.prepare_question())
@@ -105,7 +105,7 @@ def test_whatever_stands_in_a_message_is_refused_and_breaks_nothing(odd: Any, ne
     task = net.task(attempt, "a", parties)
     refused_all(lambda bad: site.check_train_question(replace(task, masking=bad), ORDER), task.masking, odd, "step")
     survivors = net.train(attempt, parties, NAMES)
-    refused_all(site.answer, attempt.confirm_question(survivors), odd)
+    refused_all(site.answer, attempt.question("confirm", survivors=survivors), odd)
     net.confirm(attempt, parties, survivors, NAMES)
     refused_all(site.answer, attempt.reveal_question(), odd, *NAMES)
     with pytest.raises(RefusedError):
@@ -115,7 +115,7 @@ def test_whatever_stands_in_a_message_is_refused_and_breaks_nothing(odd: Any, ne
 def test_an_entry_that_changes_and_a_key_of_another_site_are_refused(net: Net) -> None:
     net.meet()
     fresh = Net(net.folder / "fresh", net.identities)
-    question = net.collector.hello_question()
+    question = HELLO
     with pytest.raises(RefusedError, match="another key"):
         net.collector.admit("a", fresh.parties["a"].answer(question))
 
@@ -134,7 +134,7 @@ def test_noise_that_sums_have_no_room_for_is_refused_before_training() -> None:
     """A clip of 1 and a share of deviation 1 come to 1 + 40 at most."""
     site = object.__new__(Masking)
     privacy = SiteLevelDpConfig(unit="site", noise_multiplier=1.0, clip=1.0)
-    site.site, site.plan = "a", site_plan(privacy, 1)
+    site.site, site.plan = "a", plan_of_releases(privacy, 1)
     site.check_noise_fits(41.0)
     with pytest.raises(RefusedError, match="under the 41 "):
         site.check_noise_fits(40.9)
@@ -165,7 +165,7 @@ def test_a_renewed_kit_is_named_as_the_cause_and_the_former_one_goes_on(
         net.train(attempt, net.prepare(attempt), NAMES)
     net.identities = identities | {"a": renewed(identities["a"], keys)}
     net.parties["a"] = net.party("a")
-    question = attempt.prepare_question() if step == "prepare" else attempt.confirm_question(NAMES)
+    question = attempt.prepare_question() if step == "prepare" else attempt.question("confirm", survivors=NAMES)
     with pytest.raises(RefusedError, match=r"renewed after the start of this run.*put startup\.old back") as refused:
         net.parties["a"].answer(question)
     assert refused.value.reason is Reason.CERTIFICATE

@@ -23,9 +23,9 @@ from consilium.flare.kit import heartbeat_server
 from consilium.flare.kit.certificates import days_left
 from consilium.flare.kit.connection_refusals import noted_cause
 from consilium.flare.kit.kit_contents import certificate_path, kit_name, kit_role, load_certificate
-from consilium.privacy.accounting.composition import epsilon_for
-from consilium.privacy.ledger import audit_log
-from consilium.privacy.ledger.ledger import Ledger
+from consilium.privacy import audit_log
+from consilium.privacy.accounting import epsilon_for
+from consilium.privacy.ledger import Ledger
 from consilium.report.prometheus_text import Sample
 from consilium.report.run_files import has_process
 from consilium.report.untrusted_files import read_events
@@ -57,6 +57,7 @@ HELP = {
     "run_refusals_total": "results of a site that were refused or did not arrive",
     "run_site_last_seen_timestamp_seconds": "when a site's last result or hello in a run was accepted",
     "site_last_heartbeat_timestamp_seconds": "when a site's last heartbeat was accepted",
+    "site_info": "version of the package at a site, as label, at its last heartbeat",
     "site_clock_ahead_seconds": "how far a site's clock is ahead of the server's",
     "site_certificate_end_timestamp_seconds": "when a site's certificate expires",
     "site_disk_free_bytes": "free disk of a site that shares its health",
@@ -113,6 +114,8 @@ def _heartbeat_samples(name: str, one: dict[str, Any]) -> Iterator[Sample]:
         yield Sample("refused", 1, of | {"cause": one["cause"]})
     if "last_seen" in one:  # not for a site that was refused before its first heartbeat
         yield Sample("site_last_heartbeat_timestamp_seconds", one["last_seen"], of)
+    if "version" in one:
+        yield Sample("site_info", 1, of | {"version": one["version"]})
     for fact, metric in SITE_FACTS.items():
         if fact in one | health:
             yield Sample(metric, float((one | health)[fact]), of)

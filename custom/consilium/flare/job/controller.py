@@ -87,7 +87,7 @@ class RoundController(Controller):
         """Write why the job ends early to the run's log of events and to the files for download."""
         with suppress(OSError):  # a full disk
             if self.coordinator:
-                self.coordinator.log.record_stop(reason)
+                self.coordinator.log.record("stopped", reason=reason)
             job_context.publish_reason(fl_ctx, reason)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:

@@ -28,8 +28,7 @@ from consilium.federation.job_checks import refuse_first
 from consilium.federation.run_folders import OWNER, RUNS, STATE, check_run_name, claim_run_folder, default_run_name, known_run
 from consilium.flare.job.simulation_settings import IDENTITIES, OUTPUT, is_simulated_process, read_settings
 from consilium.flare.kit.revocation import revoked_since, revoked_until
-from consilium.privacy.secagg.certificates import Identity, read_identity
-from consilium.privacy.secagg.simulated_identities import SERVER, read_root, read_simulated_identity
+from consilium.privacy.secagg.certificates import SERVER, Identity, read_identity, read_root, read_simulated_identity
 from consilium.report.predictions import PREDICTIONS
 from consilium.report.private_logging import log_event_privately
 from consilium.server.cross_site import former_run

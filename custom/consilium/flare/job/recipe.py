@@ -25,7 +25,7 @@ from consilium.flare.job.job_context import load_federated_job
 from consilium.flare.job.simulation_settings import IDENTITIES
 from consilium.flare.job.wire import EVALUATE, HELLO, MASKS, MODEL, STATISTICS, TRAIN
 from consilium.flare.kit.kit_hardening import CLASSES, allow_classes
-from consilium.privacy.secagg.simulated_identities import make_simulated_identities
+from consilium.privacy.secagg.certificates import make_simulated_identities
 
 TASK_REQUEST_INTERVAL = 0.2
 """Seconds between a site's reply and its request for the next task. FLARE's default is 2 seconds, which every phase of every

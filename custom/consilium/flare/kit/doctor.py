@@ -66,8 +66,8 @@ from consilium.flare.kit.kit_hardening import (
 from consilium.flare.kit.local_folder import missing_components
 from consilium.flare.kit.processes import is_word, processes
 from consilium.flare.kit.revocation import has_revocation_check, revoked_until
-from consilium.privacy.accounting.composition import VOID
-from consilium.privacy.ledger.ledger import Ledger, check
+from consilium.privacy.accounting import VOID
+from consilium.privacy.ledger import Ledger, check
 from consilium.privacy.secagg.certificates import fingerprint, public_key
 from consilium.privacy.secagg.sum_ledger import check_and_count_lines
 from consilium.report.tables import duration_text

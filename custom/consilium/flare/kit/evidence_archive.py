@@ -36,8 +36,8 @@ from consilium.core.schema import Section, validate
 from consilium.core.storage import write_atomic
 from consilium.flare.kit.certificates import fingerprints, parse_fingerprint
 from consilium.flare.kit.kit_contents import certificate_path, kit_name, private_key_path
-from consilium.privacy.ledger import audit_log
-from consilium.privacy.ledger.ledger import Ledger
+from consilium.privacy import audit_log
+from consilium.privacy.ledger import Ledger
 
 MANIFEST, SIGNATURE, CERTIFICATE, ROOT = "manifest.json", "manifest.sig", "kit.crt", "rootCA.pem"
 LEDGER, ACCEPTED = "ledger.sqlite", "accepted.json"

@@ -46,7 +46,7 @@ from consilium.flare.kit.connection_refusals import (
     note_cause,
     refusal_line,
 )
-from consilium.privacy.ledger.audit_log import FILE, lines
+from consilium.privacy.audit_log import FILE, lines
 
 KEY = "consilium_attendance"
 """The key of the facts in a heartbeat's context, and of the list of sites in the server's status."""

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from consilium.core.errors import ConfigError
 from consilium.models import transformers_folder
 from consilium.models.causal_lm import CausalLmConfig
-from consilium.models.model_writer import page, save_text_model
+from consilium.models.weight_files import page, save_text_model
 
 TINY_FOLDER = Path(__file__).parent.parent / "weights" / "tiny_lm"
 """config.json, model.safetensors (half precision) and tokenizer files; made by tests/pretraining/lm.py."""
@@ -44,9 +44,7 @@ _BOTH_WAYS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 """Keys and values with which a model of `transformers` attends to later tokens, and the value that prevents it."""
 _ALWAYS_BOTH_WAYS = ("cpmant",)
-_NO_STEPS = {"reformer": "it trains on texts of one length only, and its random hashes differ at each forward pass"}
-"""Architectures that cannot be adapted here, and why."""
-KNOWN = transformers_folder.Known("causal language model", "llama, mistral, qwen3 and all other causal models of transformers")
+KNOWN = transformers_folder.Known("causal language model", "llama, mistral, qwen3 and most other causal models of transformers")
 
 
 def build_causal_lm(
@@ -72,8 +70,6 @@ def build_causal_lm(
         )
     model = transformers_folder.build(AutoModelForCausalLM, where, config, weights, KNOWN)
     require_causal(model)
-    if why := _NO_STEPS.get(kind := model.config.model_type):
-        raise ConfigError(f"model.config.model_type: {kind!r}: {why}; use another causal model")
     use_linear_layers(model)
     transformers_folder.remove_generation_config(model)
     return transformers_folder.set_evaluation_mode(model, gradient_checkpointing)

@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from consilium.core.lazy import lazy
-from consilium.models.registry import Cut, ModelConfig, ModelKind, TargetSet
+from consilium.models.architecture import named_sets
+from consilium.models.registry import Cut, ModelConfig, ModelKind
 
 
 class ClipConfig(ModelConfig):
@@ -13,8 +14,8 @@ class ClipConfig(ModelConfig):
 
     name: Literal["clip"]
     variant: Annotated[
-        Literal["tiny", "biomedclip", "clip"],
-        Field(description="published weights, or the `tiny` one that ships with the package"),
+        Literal["tiny", "biomedclip"],
+        Field(description="BiomedCLIP's published weights, or the `tiny` ones that ship with the package"),
     ]
     image_size: Annotated[int, Field(ge=16, le=4096, description="pixels, a multiple of the variant's patch size")]
 
@@ -29,20 +30,11 @@ def _feature_point(model: Any) -> Cut:
     return Cut(model.projection, model.head.in_features, -1)
 
 
-_TOWER = r"vision_model\.(encoder\.)?layers\.\d+"
-_ATTENTION = rf"{_TOWER}\.(attention|self_attn)"
-TARGETS = {
-    "paper": TargetSet(rf"{_ATTENTION}\.(q_proj|k_proj|v_proj)"),
-    "qv": TargetSet(rf"{_ATTENTION}\.(q_proj|v_proj)"),
-    "all-linear": TargetSet(rf"{_ATTENTION}\.(q_proj|k_proj|v_proj|o_proj|out_proj)|{_TOWER}\.mlp\.(fc1|fc2)"),
-}
-"""Layers to adapt, by full module names."""
-
 CLIP = ModelKind(
     ClipConfig,
     "classification",
     lazy("consilium.models.clip.network:build"),
-    TARGETS,
+    named_sets("vision_model"),
     cut=_feature_point,
-    save=lazy("consilium.models.clip.transformers_export:save"),
+    save=lazy("consilium.models.clip.network:save"),
 )

@@ -39,12 +39,12 @@ def _feature_point(model: Any) -> Cut:
     return Cut(neck, neck[0].out_channels, 1)
 
 
-_KIND, _ATTENTION = "consilium.models.sam.kind", "consilium.models.sam.attention"
+_NETWORK, _EXPORT, _ATTENTION = (f"consilium.models.sam.{name}" for name in ("network", "export", "attention"))
 
 
 def _target_set(name: str, pattern: str) -> TargetSet:
     """Return a set of layers to adapt: for Meta's layout by a pattern, for a folder by the layers' function."""
-    select = lazy(f"{_KIND}:layer_pattern", name, pattern)
+    select = lazy(f"{_NETWORK}:layer_pattern", name, pattern)
     if name != "qv":
         return TargetSet(select=select)
     return TargetSet(select=select, prepare=lazy(f"{_ATTENTION}:split_qkv"), fuse=lazy(f"{_ATTENTION}:fuse_qv_factors"))
@@ -66,10 +66,10 @@ TARGETS = {
 SAM = ModelKind(
     SamConfig,
     "segmentation",
-    lazy(f"{_KIND}:build"),
+    lazy(f"{_NETWORK}:build"),
     TARGETS,
     cut=_feature_point,
-    save=lazy(f"{_KIND}:save"),
-    graphs=lazy(f"{_KIND}:graphs"),
+    save=lazy(f"{_EXPORT}:save"),
+    graphs=lazy(f"{_EXPORT}:graphs"),
     encoder="image_encoder",
 )

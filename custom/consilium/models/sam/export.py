@@ -1,22 +1,18 @@
 """Exports a SAM: weights with Meta's names, the code that loads them by `segment_anything`, and graphs of its two parts."""
 
 from pathlib import Path
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from consilium.models.model_writer import page, save_weights
+from consilium.core.lazy import lazy
 from consilium.models.registry import Graph
 from consilium.models.sam import SamConfig, med2d
 from consilium.models.sam.attention import join_qkv
-from consilium.models.sam.network import MASK_TOKENS, SHAPES, PromptedSam
+from consilium.models.sam.network import FOLDER_MODELS, SHAPES, PromptedSam
+from consilium.models.weight_files import page, save_weights
 
-_PUBLISHED = """import torch
-from safetensors.torch import load_file
-from segment_anything.build_sam import sam_model_registry
-
-sam = sam_model_registry["{variant}"]()
-"""
 _CLASSES = """from functools import partial
 
 import torch
@@ -76,8 +72,11 @@ def logits(images, prompts):
 """
 
 
-def save(folder: Path, model: PromptedSam, config: SamConfig) -> str:
+def save(folder: Path, model: Any, config: SamConfig, task: Any, tokenizer: Any) -> str:
     """See registry.Saved. The position embeddings are those of the job's image size."""
+    if config.variant == "folder":
+        written: str = lazy(f"{FOLDER_MODELS}:save")(folder, model, config)
+        return written
     join_qkv(model)
     save_weights(folder, model)
     return loading_page(model, config)
@@ -85,25 +84,21 @@ def save(folder: Path, model: PromptedSam, config: SamConfig) -> str:
 
 def loading_page(model: PromptedSam, config: SamConfig) -> str:
     """Return the page that says how `segment_anything` loads the model."""
-    shape, size, masks = SHAPES[config.variant], config.image_size, model.mask_decoder.num_multimask_outputs
-    meta = config.variant != "tiny" and not shape.adapted
-    published = meta and (size, masks) == (shape.native, MASK_TOKENS - 1)
-    classes = _CLASSES.format(
+    shape, size = SHAPES[config.variant], config.image_size
+    begin = _CLASSES.format(
         depth=shape.depth, width=shape.width, size=size, heads=shape.heads, patch=shape.patch, blocks=shape.global_blocks,
-        window=shape.window, prompt=shape.prompt, grid=size // shape.patch, masks=masks, mlp=shape.decoder_mlp,
+        window=shape.window, prompt=shape.prompt, grid=size // shape.patch, mlp=shape.decoder_mlp,
+        masks=model.mask_decoder.num_multimask_outputs,
         decoder_heads=shape.decoder_heads,
     )  # fmt: skip
-    begin = _PUBLISHED.format(variant=config.variant) if published else classes
     begin += med2d.adapter_source_code() if shape.adapted else ""
     loaded = {"none": _LOADED, "box": _BOXED, "point": _POINTED}[model.prompt]
     code = begin + loaded.format(size=size, classes=len(model.mask_tokens), several=model.mask_tokens != [0])
-    own = f"It was trained on pictures of {size} pixels, other than Meta's 1024, so its builder takes the sizes one by one."
     given = {"none": "", "box": "with a box for every class, ", "point": "with a point in every class, each "}[model.prompt]
     tokens = f"{given}by mask token{' 0' if model.prompt == 'box' else f's {model.mask_tokens}'}"
     whose = "SAM-Med2D's" if shape.adapted else "Meta's"
     layout = f"model.safetensors has the names of {whose} .pth. `segment_anything` loads it; that package needs torchvision."
-    about = " ".join([layout, "" if published else own, f"The classes are decoded {tokens}."]).replace("  ", " ")
-    return page(about, code)
+    return page(f"{layout} The classes are decoded {tokens}.", code)
 
 
 class Encoder(nn.Module):
@@ -131,8 +126,10 @@ class Decoder(nn.Module):
         return F.interpolate(low, self.size, mode="bilinear", align_corners=False)
 
 
-def graphs(model: PromptedSam) -> dict[str, Graph]:
-    """Return the encoder, which is large and runs once per picture, and the decoder."""
-    given = ("embedding",) if model.prompt == "none" else ("embedding", "prompts")
-    encoder, decoder = Graph(Encoder(model), ("images",), "embedding"), Graph(Decoder(model), given, "logits")
+def graphs(model: Any) -> dict[str, Graph]:
+    """Return the encoder, which is large and runs once per picture, and the decoder; a folder's model is one graph."""
+    prompts = () if model.prompt == "none" else ("prompts",)
+    if not hasattr(model, "image_encoder"):
+        return {"model": Graph(model, ("images", *prompts), "logits")}
+    encoder, decoder = Graph(Encoder(model), ("images",), "embedding"), Graph(Decoder(model), ("embedding", *prompts), "logits")
     return {"image_encoder": encoder, "mask_decoder": decoder}

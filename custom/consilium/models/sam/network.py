@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from consilium.core.errors import CheckpointError, ConfigError
+from consilium.core.lazy import lazy
 from consilium.models.architecture import refuse_adapter, require_multiple
-from consilium.models.base_weights import load_tensors
-from consilium.models.sam import med2d
+from consilium.models.sam import SamConfig, med2d
 from consilium.models.sam.attention import use_fused
+from consilium.models.weight_files import load_tensors
 
+FOLDER_MODELS = "consilium.models.sam.transformers_sam"
+"""Loads `transformers`, which Meta's layout does without."""
 TINY_WEIGHTS = Path(__file__).parent.parent / "weights" / "tiny_sam.safetensors"
 Prompt = Literal["none", "box", "point"]
 """What a SAM is given for every class, in pixels. A row of NaN is a missing prompt."""
@@ -192,6 +195,26 @@ def build_sam(
     model.mask_tokens = [0] if classes == 1 else list(range(1, classes + 1))
     model.prompt, model.use_checkpointing = prompt, gradient_checkpointing
     return model.eval()
+
+
+def build(config: SamConfig, task: Any, checkpoint: Path | None, weights: bool, use_checkpointing: bool) -> nn.Module:
+    """See registry.Build."""
+    prompt: Prompt = getattr(task, "prompt", "none")
+    classes = len(task.classes)
+    if config.variant == "folder":
+        made: nn.Module = lazy(f"{FOLDER_MODELS}:build_promptable")(
+            config, checkpoint, classes, prompt, weights, use_checkpointing
+        )
+        return made
+    return build_sam(
+        config.variant, checkpoint, config.image_size, classes, prompt, config.attention, use_checkpointing, weights
+    )
+
+
+def layer_pattern(name: str, pattern: str, model: nn.Module) -> str:
+    """Return the pattern of a target set: `pattern` for Meta's layout, else one that finds a folder's layers by function."""
+    found: str = pattern if hasattr(model, "image_encoder") else lazy(f"{FOLDER_MODELS}:pattern")(name, model)
+    return found
 
 
 def _read(variant: str, checkpoint: Path | None) -> dict[str, Tensor]:

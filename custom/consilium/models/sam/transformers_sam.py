@@ -15,7 +15,6 @@ from transformers import AutoModelForMaskGeneration, PreTrainedModel
 from consilium.core.errors import ConfigError
 from consilium.models import transformers_folder
 from consilium.models.architecture import require_multiple
-from consilium.models.model_writer import page, save_pretrained
 from consilium.models.registry import pattern_of
 from consilium.models.sam import SamConfig
 from consilium.models.sam.network import (
@@ -27,6 +26,7 @@ from consilium.models.sam.network import (
     require_prompts,
 )
 from consilium.models.targets import layers_of
+from consilium.models.weight_files import page, save_pretrained
 
 KNOWN = transformers_folder.Known("promptable segmentation model", "sam, sam2, sam_hq, sam3_tracker")
 RESIZED = ("sam", "sam_hq")

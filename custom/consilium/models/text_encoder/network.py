@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from consilium.core.errors import ConfigError
 from consilium.models import transformers_folder
-from consilium.models.model_writer import HEAD_FILE, page, save_head, save_pretrained
 from consilium.models.text_encoder import PAD, TextEncoderConfig
+from consilium.models.weight_files import HEAD_FILE, page, save_pretrained, save_tensors
 
 KNOWN = transformers_folder.Known(
     "text encoder", "bert, roberta, xlm-roberta, camembert, distilbert, electra", AutoModelForMaskedLM
@@ -74,16 +74,11 @@ def build(
     for key in ("is_decoder", "is_encoder_decoder"):
         if getattr(model.config, key, False):
             raise ConfigError(f"model.config.{key}: true: {kind!r} is not an encoder alone; known are {KNOWN.examples}")
-    if taken := next((name for name in ("head", "pooled", "features") if hasattr(model, name)), None):
-        raise ConfigError(
-            f"model.config: model_type {kind!r} has a {taken!r} of its own, where ours would stand; known are {KNOWN.examples}"
-        )
     if config.features != "pooled" and getattr(model, "pooler", None) is not None:
         model.pooler = None
     transformers_folder.require_positions(model, config.max_length, 0)
-    model.head, model.pooled, model.features = nn.Linear(model.config.hidden_size, task.outputs), nn.Identity(), config.features
-    for tensor in model.head.parameters():
-        nn.init.zeros_(tensor)
+    transformers_folder.add_head(model, ("head", "pooled", "features"), model.config.hidden_size, task.outputs, KNOWN)
+    model.features = config.features
     transformers_folder.extend_class(model, TextClassifier)
     if not weights:
         _check_features(copy.deepcopy(model).to("meta"), config)
@@ -115,7 +110,7 @@ def save(target: Path, model: Any, config: TextEncoderConfig, task: Any, tokeniz
     head = model.head
     transformers_folder.restore_class(model, "head", "pooled", "features", pixels=False)
     save_pretrained(target, model)
-    save_head(target, {"head.weight": head.weight, "head.bias": head.bias})
+    save_tensors(target / HEAD_FILE, {"head.weight": head.weight, "head.bias": head.bias})
     tokenizer.save_pretrained(target)
     code = _LOAD.format(file=HEAD_FILE, outputs=head.out_features, features=_FEATURES[config.features])
     return page(f"`AutoModel` loads the encoder; what stands behind it is {HEAD_FILE}.", code)

@@ -18,9 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from consilium.core.errors import CheckpointError, ConfigError
-from consilium.models.base_weights import refuse_adapter, refuse_adapter_tensors, tensor_names
-from consilium.models.model_writer import page, save_weights
 from consilium.models.unet import MEAN, UnetConfig
+from consilium.models.weight_files import page, refuse_adapter, refuse_adapter_tensors, save_weights, tensor_names
 
 LEVELS = 5
 UNITS = {"unet": 0, "resunet": 2}

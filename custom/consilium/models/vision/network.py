@@ -1,25 +1,21 @@
 """Image classifiers on a vision encoder of `transformers`, under the encoder's own names: plain PEFT loads what is exported."""
 
 import copy
-import math
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
-from consilium.core.errors import CheckpointError, ConfigError
+from consilium.core.errors import ConfigError
 from consilium.models import transformers_folder
 from consilium.models.architecture import require_multiple
-from consilium.models.model_writer import HEAD_FILE, page, save_head, save_pretrained
 from consilium.models.vision import VisionConfig
+from consilium.models.weight_files import HEAD_FILE, page, save_pretrained, save_tensors
 
 KNOWN = transformers_folder.Known("vision encoder", "clip, siglip, siglip2, dinov2, dinov3_vit, vit")
-TEXTS = ("texts", "text_scale")
-"""Buffers: the embeddings of the classes' texts (C, F), and the factor on their cosines with a picture."""
-OURS = ("head", "pooled", "dense", "texts")
+OURS = ("head", "pooled", "dense")
 """Attributes that a classifier adds to its encoder."""
 FIRST = 2
 """The most tokens before a picture's patches, without registers: a class token and a distillation token."""
@@ -40,7 +36,7 @@ def logits(images):
     output = encoder({inputs})
     {pooled}
     features = {features}
-    return {answer}
+    return F.linear(features, behind["head.weight"], behind["head.bias"])
 """
 _PATCHES = """
 
@@ -61,19 +57,14 @@ class Classifier(PreTrainedModel):
 
     pixel_mean: Tensor
     pixel_std: Tensor
-    texts: Tensor
-    text_scale: Tensor
     dense: bool
 
     def forward(self, images: Tensor) -> Tensor:  # type: ignore[override]
         """Map RGB images (N, 3, S, S) in 0..255 to class logits (N, C)."""
         output = self.encoded((images - self.pixel_mean) / self.pixel_std)
-        pooled, patches = output.get("pooler_output"), self.patch_count(images.shape[-1])
-        features = output.last_hidden_state[:, -patches:].mean(1) if self.dense else pooled
-        logits = self.head(self.pooled(features))
-        if not len(self.texts):
-            return logits
-        return logits + self.text_scale * F.normalize(pooled, dim=-1) @ self.texts.T
+        patches = self.patch_count(images.shape[-1])
+        features = output.last_hidden_state[:, -patches:].mean(1) if self.dense else output.get("pooler_output")
+        return self.head(self.pooled(features))  # type: ignore[no-any-return]
 
     def encoded(self, pixels: Tensor) -> Any:
         """Return the encoder's output of normalized pictures (N, 3, S, S)."""
@@ -112,24 +103,15 @@ def build(config: VisionConfig, task: Any, checkpoint: Path | None, weights: boo
     """See registry.Build: a classifier with the folder's weights and a zero head."""
     model: Any = transformers_folder.build(AutoModel, checkpoint, config.config, weights, KNOWN)
     transformers_folder.require_no_running_means(model, model.config.model_type)
-    if taken := next((name for name in OURS if hasattr(model, name)), None):
-        raise ConfigError(
-            f"model.config: model_type {model.config.model_type!r} has a {taken!r} of its own, where ours would stand; known "
-            f"are {KNOWN.examples}"
-        )
     transformers_folder.require_normalization(checkpoint if weights else None, *config.pixel_normalization)
     own = _checked_vision_config(model, config.image_size)
-    texts = _class_text_embeddings(model, config, list(getattr(task, "classes", ())), checkpoint, weights)
     for name in TEXT_PARTS:
         if hasattr(model, name):
             delattr(model, name)
     width = own.hidden_size if config.features == "dense" else _pooled_width(model, own)
-    model.head, model.pooled, model.dense = nn.Linear(width, task.outputs), nn.Identity(), config.features == "dense"
-    for tensor in model.head.parameters():
-        nn.init.zeros_(tensor)
+    transformers_folder.add_head(model, OURS, width, task.outputs, KNOWN)
+    model.dense = config.features == "dense"
     transformers_folder.register_normalization(model, config.pixel_normalization)
-    for name, tensor in zip(TEXTS, texts, strict=True):
-        model.register_buffer(name, tensor, persistent=False)
     transformers_folder.extend_class(model, Classifier)
     if not weights and model.config.model_type not in config.apart:
         _check_features(copy.deepcopy(model).to("meta"), config, width)
@@ -177,55 +159,16 @@ def _check_features(model: Classifier, config: VisionConfig, width: int) -> None
         raise ConfigError(f"model.features: {config.features!r}: {kind} has no such features of each picture; {other}")
 
 
-@torch.no_grad()
-def _class_text_embeddings(
-    model: Any, config: VisionConfig, classes: list[str], checkpoint: Path | None, weights: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the classes' text embeddings (C, F), of length 1, and the factor of their cosines with a picture.
-
-    Without `zero_shot` in the job: tensors of shapes (0, 0) and (). Raises ConfigError for a folder without a text tower,
-    CheckpointError without a tokenizer.
-    """
-    if config.zero_shot is None:
-        return torch.zeros(0, 0), torch.zeros(())
-    if not hasattr(model, "text_model") or not hasattr(model, "logit_scale"):
-        raise ConfigError(
-            f"model.zero_shot: {config.zero_shot!r}: {model.config.model_type} has no text tower; leave it out, and a head of "
-            "its own is trained"
-        )
-    if not weights:
-        return torch.zeros(len(classes), _pooled_width(model, model.config.vision_config)), torch.zeros(())
-    tokenizer = cast(Any, transformers_folder.load_tokenizer(checkpoint))
-    longest = model.config.text_config.max_position_embeddings
-    asked = [config.zero_shot.replace("{}", name) for name in classes]
-    padding: Any = "max_length" if model.config.model_type.startswith("siglip") else "longest"  # as SigLIP was trained
-    ids = tokenizer(asked, padding=padding, truncation=True, max_length=longest, return_tensors="pt")
-    mask = {} if padding == "max_length" else {"attention_mask": ids.attention_mask}
-    found = model.eval().get_text_features(input_ids=ids.input_ids, **mask).pooler_output
-    if not torch.isfinite(found).all():
-        raise CheckpointError(f"model.checkpoint: {checkpoint}: its text tower gives NaN or Inf; fetch it again")
-    return F.normalize(found, dim=-1), model.logit_scale.exp().clamp(max=math.exp(10))
-
-
 def save(target: Path, model: Any, config: VisionConfig, task: Any, tokenizer: Any) -> str:
-    """See registry.Saved. Of a model with two towers only the vision tower is written.
-
-    Head, projection and text embeddings are saved in a separate file.
-    """
-    asks, interpolates, kind = bool(len(model.texts)), model.has_interpolation_argument, model.config.model_type
+    """See registry.Saved. Of a model with two towers only the vision tower is written. Head and projection get a file."""
+    interpolates, kind = model.has_interpolation_argument, model.config.model_type
     own = get_vision_config(model.config)
     side = config.image_size // own.patch_size
-    head, texts, scale = model.head, model.texts, model.text_scale
-    transformers_folder.restore_class(model, "head", "pooled", *TEXTS)
-    projection = getattr(model, "visual_projection", None)
-    behind = {
-        "head.weight": head.weight,
-        "head.bias": head.bias,
-        **({"projection": projection.weight} if projection is not None else {}),
-        **({"texts": scale * texts} if asks else {}),
-    }
+    head, projection = model.head, getattr(model, "visual_projection", None)
+    transformers_folder.restore_class(model, "head", "pooled")
     save_pretrained(target, getattr(model, "vision_model", model))
-    save_head(target, behind)
+    behind = {} if projection is None else {"projection": projection.weight}
+    save_tensors(target / HEAD_FILE, {"head.weight": head.weight, "head.bias": head.bias, **behind})
     more = ", interpolate_pos_encoding=True" if interpolates and own.image_size != config.image_size else ""
     code = _LOAD.format(
         file=HEAD_FILE,
@@ -237,7 +180,5 @@ def save(target: Path, model: Any, config: VisionConfig, task: Any, tokenizer: A
         inputs=f"**inputs({_PIXELS})" if kind == "siglip2" else f"pixel_values={_PIXELS}{more}",
         pooled="pooled = output.pooler_output" + (' @ behind["projection"].T' if projection is not None else ""),
         features=f"output.last_hidden_state[:, -{side**2}:].mean(1)" if config.features == "dense" else "pooled",
-        answer='F.linear(features, behind["head.weight"], behind["head.bias"])'
-        + (' + F.normalize(pooled, dim=-1) @ behind["texts"].T' if asks else ""),
     )
     return page(f"`AutoModel` loads the encoder; what stands behind it is {HEAD_FILE}.", code)

@@ -1,6 +1,6 @@
 """The guard's entries in the record of what left a site, its stored refusals, and the charges of a private job.
 
-The record itself is privacy/ledger/audit_log.py.
+The record itself is privacy/audit_log.py.
 """
 
 from collections.abc import Iterable
@@ -11,44 +11,13 @@ from typing import Any, NamedTuple
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.core.errors import Reason, RefusedError
-from consilium.core.linalg.norms import norms
-from consilium.core.messages import Payload, Tensors
+from consilium.core.messages import Payload
+from consilium.core.norms import norms
 from consilium.core.storage import read_notes, refuse_if_unwritable, unreadable_error, write_json
-from consilium.privacy.accounting.composition import DISCRETE, Entry
-from consilium.privacy.ledger import audit_log
-from consilium.privacy.ledger.ledger import Ledger
+from consilium.privacy import audit_log
+from consilium.privacy.accounting import DISCRETE, Entry
+from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import Plan
-
-
-def tensor_descriptions(tensors: Tensors) -> dict[str, dict[str, Any]]:
-    """Return shape, type, bytes and Euclidean norm of each tensor."""
-    sizes = norms(tensors)
-    return {
-        name: {
-            "shape": list(tensor.shape),
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "bytes": tensor.numel() * tensor.element_size(),
-            "norm": sizes[name],
-        }
-        for name, tensor in tensors.items()
-    }
-
-
-def privacy_of(plan: Plan, seeded: bool = False) -> dict[str, Any]:
-    """Return the privacy settings and cost of one release under `plan`. `seeded`: its noise came from a known seed."""
-    private = plan.config
-    return {
-        "unit": private.unit,
-        "adjacency": private.adjacency,
-        "trust": private.trust,
-        "delta": private.delta,
-        **({"calibration": private.calibration} if private.calibration != "honest" else {}),
-        "mechanism": DISCRETE,
-        **({"seeded": True} if seeded else {}),
-        "clip": private.clip,
-        "noise_multiplier": plan.noise_multiplier,
-        "spend": asdict(plan.event),
-    }
 
 
 @dataclass
@@ -89,15 +58,36 @@ class AuditTrail:
             **more,
         }
         if payload is not None:
+            sizes = norms(payload.tensors)
             line |= {
                 "round": payload.round,
                 "phase": payload.phase,
-                "tensors": tensor_descriptions(payload.tensors),
+                "tensors": {
+                    name: {
+                        "shape": list(tensor.shape),
+                        "dtype": str(tensor.dtype).removeprefix("torch."),
+                        "bytes": tensor.numel() * tensor.element_size(),
+                        "norm": sizes[name],
+                    }
+                    for name, tensor in payload.tensors.items()
+                },
                 "scalars": payload.scalars,
                 "metrics": payload.metrics,
             }
         if spends and self.plan is not None:
-            line["privacy"] = privacy_of(self.plan, self.seeded)
+            private = self.plan.config
+            line["privacy"] = {
+                "unit": private.unit,
+                "adjacency": private.adjacency,
+                "trust": private.trust,
+                "delta": private.delta,
+                **({"calibration": private.calibration} if private.calibration != "honest" else {}),
+                "mechanism": DISCRETE,
+                **({"seeded": True} if self.seeded else {}),
+                "clip": private.clip,
+                "noise_multiplier": self.plan.noise_multiplier,
+                "spend": asdict(self.plan.event),
+            }
         path = self.folder / self.run / audit_log.FILE
         self._records.setdefault(path, audit_log.AuditLog(path)).add(line, again)
 
@@ -123,13 +113,12 @@ successful training may have left tensors that do not fit the server's.
 class StoredRefusal(NamedTuple):
     """A stored refusal. `row`: the run's name in the ledger row that pays for it.
 
-    `terms`: that row without its digest, as it was when training failed. A former version paid before it stored a refusal: then
-    `row` is "" and `terms` is None.
+    `terms`: that row without its digest, as it was when training failed.
     """
 
     reason: Reason
     row: str
-    terms: Entry | None = None
+    terms: Entry
 
 
 def save_refusal(run: Path, place: tuple[int, int], refusal: StoredRefusal) -> None:
@@ -138,9 +127,8 @@ def save_refusal(run: Path, place: tuple[int, int], refusal: StoredRefusal) -> N
     `place`: round and phase. A refusal is stored before it is paid, and names its ledger row. If the process ends in between,
     the next replay pays, once. A refusal that was paid but not stored would be paid again at every replay.
     """
-    terms = asdict(refusal.terms) if refusal.terms else None
     with refuse_if_unwritable(_refusal_path(run, place)):
-        values = {"word": refusal.reason.value, "row": refusal.row, "terms": terms}
+        values = {"word": refusal.reason.value, "row": refusal.row, "terms": asdict(refusal.terms)}
         write_json(_refusal_path(run, place), values)
 
 
@@ -154,10 +142,9 @@ def load_refusal(run: Path, place: tuple[int, int]) -> StoredRefusal | None:
     )
     found = read_notes(file, remedy)
     try:
-        terms, row = found.get("terms"), found.get("row", "")
-        if not isinstance(row, str):
+        if not isinstance(found["row"], str):
             raise TypeError
-        return StoredRefusal(Reason(found["word"]), row, None if terms is None else Entry.of(terms))
+        return StoredRefusal(Reason(found["word"]), found["row"], Entry.of(found["terms"]))
     except (KeyError, ValueError, TypeError):
         raise unreadable_error(file, remedy) from None
 
@@ -228,23 +215,14 @@ class Charges:
         """
         self.ledger.spend(replace(row, digest=digest, count=0 if self.is_dpsgd else row.count), self.policy.budgets)
 
-    def has_void_row(self, row: Entry) -> bool:
-        """Tell whether the ledger has a void row with the same key, see `Entry.is_void`."""
-        return any(one.key == row.key and one.is_void for one in self.ledger.entries(self.dataset))
-
-    def check_terms(self, terms: Entry | None, row: Entry) -> None:
-        """Raise RefusedError if `row` does not cover `terms`, the terms on which a stored answer was made.
-
-        A former version stored no terms (None). Then the ledger must already have the row.
-        """
-        if self.ledger.is_released(row) if terms is None else row.pays_for(terms):
-            return
-        was = f"noise multiplier {terms.noise_multiplier:.6g}" if terms else "none noted"
-        raise RefusedError(
-            f"{row.name} was answered on other terms ({was}, now {row.noise_multiplier:.6g}); nothing was sent; give the new "
-            "job a run of its own",
-            Reason.LEDGER,
-        )
+    def check_terms(self, terms: Entry, row: Entry) -> None:
+        """Raise RefusedError if `row` does not cover `terms`, the terms on which a stored answer was made."""
+        if not row.pays_for(terms):
+            raise RefusedError(
+                f"{row.name} was answered on other terms (noise multiplier {terms.noise_multiplier:.6g}, now "
+                f"{row.noise_multiplier:.6g}); nothing was sent; give the new job a run of its own",
+                Reason.LEDGER,
+            )
 
     def has_released(self, run: str) -> bool:
         """Tell whether a release of this run was paid. Refusals and unpaid releases do not count."""

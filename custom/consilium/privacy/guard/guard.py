@@ -16,10 +16,11 @@ from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import CAPACITY, LIBRARIES, PROTOCOL, Kind, Payload
+from consilium.core.seeding import seed_for
 from consilium.core.storage import lock_folder, note, refuse_if_unwritable
 from consilium.data.stats import Tally
-from consilium.privacy import disclosure_control, mechanism
-from consilium.privacy.accounting.composition import Entry
+from consilium.privacy import disclosure_control, ledger, mechanism
+from consilium.privacy.accounting import Entry
 from consilium.privacy.guard import task_schedule
 from consilium.privacy.guard.audit_entries import DATA_DEPENDENT_REASONS, AuditTrail, Charges
 from consilium.privacy.guard.masking import Masking
@@ -29,16 +30,15 @@ from consilium.privacy.guard.release import (
     check_shares_model,
     check_upload,
     geometries,
-    noise_source,
     privatize_update,
     record_scored_model,
     server_sees_only_sums,
 )
 from consilium.privacy.guard.release_store import ReplayPolicy
 from consilium.privacy.guard.task_schedule import AuthorizedTask
-from consilium.privacy.ledger import ledger
-from consilium.privacy.ledger.ledger import Ledger
+from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import Plan, check_policy, make_plan
+from consilium.privacy.randomness import Randomness
 from consilium.privacy.secagg.certificates import Identity
 from consilium.privacy.secagg.sum_ledger import SumLedger
 from consilium.strategies.strategy import Strategy
@@ -186,8 +186,7 @@ class Guard:
         """
         if task.kind is Kind.MASKS:
             self._mark_answered(task, Kind.MASKS)
-            if self.masking is None:
-                raise RefusedError(f"{self.name}: an answer about masks in a job without them; nothing was sent", Reason.TASK)
+            assert self.masking is not None  # `authorize` accepts no such task without it
             return self.masking.answer(task)
         leave: dict[Kind, Callable[[AuthorizedTask, Any], Any]] = {
             Kind.HELLO: self.release_hello,
@@ -315,8 +314,9 @@ class Guard:
             assert self.masking is not None  # trust distributed requires secure aggregation
             checked = replace(checked, tensors=self.masking.clamp_sums(task.run, checked.tensors, plan))
         maps = geometries(self.strategy, self.config, checked.tensors, task.payload.tensors, *task.place)
-        bits, as_sums = noise_source(self.policy, self.name, result), server_sees_only_sums(self.config)
-        released, outcome = privatize_update(plan, checked.tensors, maps, bits, as_sums)
+        seed = self.policy.noise_seed
+        bits = Randomness.of(None if seed is None else seed_for(seed, self.name, result.round, result.phase))
+        released, outcome = privatize_update(plan, checked.tensors, maps, bits, server_sees_only_sums(self.config))
         if self.config.diagnostics.noise:
             clean, _ = privatize_update(replace(plan, noise_multiplier=0.0), checked.tensors, maps)
             scaling = self.config.adapter.product_scaling

@@ -17,9 +17,8 @@ from consilium.privacy.guard.task_schedule import AuthorizedTask
 from consilium.privacy.plan import DEVIATIONS, Plan
 from consilium.privacy.secagg.arithmetic import UNIT, layout, quantize
 from consilium.privacy.secagg.certificates import Identity
-from consilium.privacy.secagg.client import Party
+from consilium.privacy.secagg.client import FILE, Party, SiteRecord
 from consilium.privacy.secagg.server import MASKED
-from consilium.privacy.secagg.site_record import FILE, SiteRecord
 from consilium.privacy.secagg.sum_ledger import SEAL, SumLedger, check_and_count_lines
 from consilium.privacy.secagg.terms import Message, Terms, read_attempt
 from consilium.strategies.strategy import Strategy

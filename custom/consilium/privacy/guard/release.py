@@ -9,16 +9,14 @@ import torch
 
 from consilium.adapters.names import factor, is_frozen_part, other_factor
 from consilium.config.job import JobConfig
-from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.core.errors import ConfigError, Reason, RefusedError
-from consilium.core.linalg.norms import non_finite_names
 from consilium.core.messages import Payload, Tensors
-from consilium.core.seeding import seed_for
+from consilium.core.norms import non_finite_names
 from consilium.core.storage import digest, note, read_json
 from consilium.privacy import mechanism
 from consilium.privacy.discrete_gaussian import Bits, add_share
 from consilium.privacy.plan import Plan
-from consilium.privacy.randomness import Randomness, secret_bytes
+from consilium.privacy.randomness import secret_bytes
 from consilium.strategies.strategy import Role, Strategy
 
 
@@ -52,20 +50,12 @@ def upload_shapes(strategy: Strategy, sent: Payload) -> dict[str, tuple[int, ...
 
 def check_complete(who: str, strategy: Strategy, result: Payload, sent: Payload) -> None:
     """Raise RefusedError unless `result` has exactly the tensors that the phase releases, because one norm covers them all."""
-    if result.scalars:
-        raise RefusedError(f"{who}: scalar {min(result.scalars)!r} would leave without noise; nothing was sent")
     expected = upload_shapes(strategy, sent)
     found = {name: tuple(tensor.shape) for name, tensor in result.tensors.items()}
     if wrong := sorted(n for n in expected.keys() | found.keys() if expected.get(n) != found.get(n)):
         raise RefusedError(
             f"{who}: tensor {wrong[0]!r} has shape {found.get(wrong[0])}, expected {expected.get(wrong[0])}; nothing was sent"
         )
-
-
-def noise_source(policy: HospitalPrivacyPolicy, site: str, result: Payload) -> Randomness:
-    """Return the random stream for a release's noise: secret, or repeatable if the policy has a noise_seed."""
-    seed = policy.noise_seed
-    return Randomness.of(None if seed is None else seed_for(seed, site, result.round, result.phase))
 
 
 def server_sees_only_sums(config: JobConfig) -> bool:

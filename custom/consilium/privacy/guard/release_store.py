@@ -24,7 +24,7 @@ from consilium.core.storage import (
     unreadable_error,
     write_json,
 )
-from consilium.privacy.accounting.composition import VOID, Entry
+from consilium.privacy.accounting import Entry
 from consilium.privacy.guard import audit_entries, task_schedule
 from consilium.privacy.guard.audit_entries import AuditTrail, Charges
 from consilium.privacy.guard.task_schedule import AuthorizedTask
@@ -43,10 +43,10 @@ PENDING = re.compile(r"unpaid-(\d+)-(\d+)\.safetensors")
 
 
 class StoredRelease(NamedTuple):
-    """A stored release. `terms`: the ledger row that pays for it, without its digest; None in a file of a former version."""
+    """A stored release. `terms`: the ledger row that pays for it, without its digest."""
 
     payload: Payload
-    terms: Entry | None
+    terms: Entry
 
 
 def save_pending(folder: Path, released: Payload, terms: Entry) -> None:
@@ -80,7 +80,7 @@ def load(folder: Path, place: tuple[int, int], paid: bool) -> StoredRelease | No
     try:
         found = _read_release(folder / FILE, REMEDY_PAID)
     except RefusedError:
-        if paid or _newest_started(folder) == NONE:  # a former version wrote no begun.json
+        if paid or _newest_started(folder) == NONE:  # begun.json is lost too
             raise
         return None  # unpaid releases are served for the newest round only, so this file is of an earlier round
     if (last := (found.payload.round, found.payload.phase)) > place:
@@ -118,11 +118,11 @@ def _newest_started(folder: Path) -> tuple[int, int]:
 def _read_release(path: Path, otherwise: str) -> StoredRelease:
     try:
         tensors, meta = load_state(path)
-        payload, terms = Payload(meta["round"], meta["phase"], tensors, meta["scalars"], meta["metrics"]), meta.get("terms")
+        payload = Payload(meta["round"], meta["phase"], tensors, meta["scalars"], meta["metrics"])
         places, numbers = (payload.round, payload.phase), [*payload.scalars.values(), *payload.metrics.values()]
         if {type(one) for one in places} != {int} or not {type(one) for one in numbers} <= {int, float}:
             raise TypeError
-        return StoredRelease(payload, None if terms is None else Entry.of(terms))
+        return StoredRelease(payload, Entry.of(meta["terms"]))
     except (KeyError, TypeError, AttributeError, CheckpointError):
         raise unreadable_error(path, f"restore it, or use the version of consilium that wrote it; {otherwise}") from None
 
@@ -171,10 +171,7 @@ class ReplayPolicy:
         return replace(task, answered=stored is not None)
 
     def rows(self, run: str, places: Iterable[tuple[int, int]]) -> list[Entry]:
-        """Return the ledger row of each round's and phase's answer.
-
-        Refusals that an older Consilium charged are left out, because they do not name their row.
-        """
+        """Return the ledger row of each round's and phase's answer."""
         known = [row for row in self.charges.ledger.entries(self.charges.dataset) if row.run.startswith(run)]
         names = {}
         for place in places:
@@ -182,7 +179,7 @@ class ReplayPolicy:
             with suppress(RefusedError):  # an unreadable refusal counts as unpaid here; its own round raises the error
                 if (refusal := audit_entries.load_refusal(self.folder / run, place)) is not None:
                     names[place] = refusal.row
-        return [self.charges.row(name, place) for place, name in names.items() if name]
+        return [self.charges.row(name, place) for place, name in names.items()]
 
     def replay_answer(self, task: AuthorizedTask) -> Payload | None:
         """Return the stored release of the task's round and phase, None if it has no answer yet.
@@ -193,7 +190,7 @@ class ReplayPolicy:
         charges, folder, place = self.charges, self.folder / task.run, "round {} phase {}".format(*task.place)
         refusal = audit_entries.load_refusal(folder, task.place)
         row = charges.row(refusal.row if refusal else task.ledger_run, task.place)
-        paid = charges.ledger.is_released(row) or (refusal is not None and not refusal.row)
+        paid = charges.ledger.is_released(row)
         if not paid:
             reject_stale(folder, task.place)
         if refusal is not None:
@@ -202,8 +199,6 @@ class ReplayPolicy:
                 f"{charges.site}: {place} has failed here before, and that answer stays ({folder}); nothing was sent",
                 refusal.reason,
             )
-        if not paid and charges.has_void_row(row):
-            raise RefusedError(f"{charges.site}: {place} is {VOID}; nothing was sent; begin a new run", Reason.LEDGER)
         stored = load(folder, task.place, paid)
         lost = stored is None and (paid or task.answered)
         if lost or task.ledger_run != charges.ledger_run(task.run, task.place):
@@ -243,10 +238,9 @@ class ReplayPolicy:
         return stored
 
     def _pay_refusal(self, task: AuthorizedTask, refusal: audit_entries.StoredRefusal) -> None:
-        """Pay for a stored refusal and record its cost, each once. Refusals of a former version are paid and have no row."""
-        if refusal.row:
-            row = self.charges.row(refusal.row, task.place)
-            self.charges.check_terms(refusal.terms, row)
-            self.charges.charge_answer(row, audit_entries.REFUSAL_DIGEST)
-            about: dict[str, Any] = {"round": row.round, "phase": row.phase, "row": refusal.row}
-            self.trail.note("refusal", spends=True, reason=refusal.reason.value, **about)
+        """Pay for a stored refusal and record its cost, each once."""
+        row = self.charges.row(refusal.row, task.place)
+        self.charges.check_terms(refusal.terms, row)
+        self.charges.charge_answer(row, audit_entries.REFUSAL_DIGEST)
+        about: dict[str, Any] = {"round": row.round, "phase": row.phase, "row": refusal.row}
+        self.trail.note("refusal", spends=True, reason=refusal.reason.value, **about)

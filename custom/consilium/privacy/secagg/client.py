@@ -3,7 +3,9 @@
 The site does not trust the server: it checks every question against its own record, and refuses a question that does not fit.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,37 +14,84 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from consilium.config.job import JobConfig
 from consilium.core.errors import Reason
 from consilium.core.messages import Payload, Tensors
-from consilium.core.storage import digest
+from consilium.core.storage import digest, lock_folder, read_notes, unreadable_error, write_json
 from consilium.privacy.randomness import secret_bytes
 from consilium.privacy.secagg import arithmetic, sealing
 from consilium.privacy.secagg.arithmetic import Layout, Words
 from consilium.privacy.secagg.certificates import Identity, public_key, roster_entry, roster_keys
-from consilium.privacy.secagg.messages import (
+from consilium.privacy.secagg.sealing import canonical_json, hash_message, sign
+from consilium.privacy.secagg.sum_ledger import SEAL, SumLedger
+from consilium.privacy.secagg.terms import (
     TRAINED,
+    Message,
+    Place,
+    Terms,
     check_cancelled,
     check_confirmed,
     check_model_was_shared,
     check_prepared,
     check_survivors,
-    has_unproved_model,
-    read_cohort,
-    record_received_model,
-)
-from consilium.privacy.secagg.sealing import canonical_json, sign
-from consilium.privacy.secagg.site_record import SiteRecord
-from consilium.privacy.secagg.sum_ledger import SEAL, SumLedger
-from consilium.privacy.secagg.terms import (
-    Message,
-    Place,
-    Terms,
     describe_sent_model,
     hash_sent_tensors,
     mask_context,
     prepare_context,
     read_attempt,
+    read_cohort,
+    record_received_model,
     refusal_error,
     terms_of,
 )
+
+FILE = "masks.json"
+
+
+class SiteRecord:
+    """A site's record of a run: its keys, and its answers, written before they leave.
+
+    A repeated question gets the same bytes. A different question for the same step of an attempt is refused, because with two
+    answers a server could remove a mask. Only the file's owner can read it, and the secrets are deleted at the end of the run.
+    Use its values only inside a `with record.opened()` block.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.values: dict[str, Any] = {}
+
+    @contextmanager
+    def opened(self) -> Iterator[dict[str, Any]]:
+        """Read the values and lock the record for the block. Raises RefusedError for a damaged record or an ended run."""
+        with lock_folder(self.folder):
+            path, remedy = self.folder / FILE, "without this record of secure aggregation the site cannot go on with the run"
+            self.values = read_notes(path, remedy)
+            if path.exists() and not self.values:
+                raise unreadable_error(path, remedy)
+            if self.values.get("ended"):
+                raise refusal_error("this run has ended and its keys are gone; start a new run")
+            yield self.values
+
+    def save(self) -> None:
+        """Write the values to disk. Call it before any of them leave the site."""
+        write_json(self.folder / FILE, self.values)
+
+    def answer_once(self, attempt: dict[str, Any], step: str, question: Message, make: Callable[[], Message]) -> Message:
+        """Return the answer of a step. The first question makes and stores it; a repeated question gets the same answer.
+
+        Raises RefusedError for a different question.
+        """
+        asked = hash_message(step, canonical_json(question)).hex()
+        if (kept := attempt.get(step)) is None:
+            kept = attempt[step] = {"question": asked, "answer": make()}
+            self.save()
+        if kept["question"] != asked:
+            raise refusal_error(f"this site has answered {step} of this attempt, and this is another question")
+        return dict(kept["answer"])
+
+    def end(self) -> None:
+        """Delete all secrets. The record then says only that the run has ended."""
+        if not self.folder.is_dir():
+            return
+        with lock_folder(self.folder):
+            write_json(self.folder / FILE, {"ended": True})
 
 
 class Party:
@@ -113,7 +162,7 @@ class Party:
                 Reason.POLICY,
             )
         if self.sums is not None:
-            self.sums.check(cohort, self._least_sites_per_sum(terms))
+            self.sums.check(cohort)
         context = self._prepare_context(place, question, cohort, terms)
         self._check_last_attempt_cancelled(values, place, question, cohort, terms, keys)
         attempt: dict[str, Any] = {"cohort": cohort, "context": context.hex()}
@@ -122,17 +171,15 @@ class Party:
 
     def _check_model_was_shared(self, values: dict[str, Any], place: Place, past: Any) -> None:
         """Raise RefusedError if there is no proof that the model sent to this site in the last phase went to others too."""
-        if not has_unproved_model(values, place):
+        last = values.get(TRAINED)
+        if last is None or last["proved"] or last["phase"] == [place.round, place.phase]:
             return
         cohort, before = values["attempt"]["cohort"], {"roster": values["roster"]}
         terms = terms_of(self.config, len(cohort))
         keys = self._public_keys(values, values["attempt"])
-        rounds = values[TRAINED]["rounds"]
-        check_model_was_shared(values, past, terms, keys, lambda one: self._prepare_context(one, before, cohort, terms, rounds))
-
-    def _least_sites_per_sum(self, terms: Terms) -> int:
-        """Return the smallest number of hospitals allowed in any combination of sums that are sent without noise."""
-        return max(terms.threshold, self.asks.min_sites)
+        check_model_was_shared(
+            values, past, terms, keys, lambda one: self._prepare_context(one, before, cohort, terms, last["rounds"])
+        )
 
     def _prepare_context(
         self, place: Place, question: Message, cohort: Iterable[str], terms: Terms, rounds: int | None = None
@@ -198,7 +245,7 @@ class Party:
                 raise refusal_error("masks of another phase")
             terms, names = terms_of(self.config, len(attempt["cohort"])), hash_sent_tensors(payload, values["names"])
             if self.sums is not None:  # checked again: another run may have added a sum since prepare
-                self.sums.check(attempt["cohort"], self._least_sites_per_sum(terms))
+                self.sums.check(attempt["cohort"])
             prepared = check_prepared(question, attempt, self.name, self._public_keys(values, attempt), terms)
             keys = {name: one["key"] for name, one in prepared.items()}
             context = mask_context(bytes.fromhex(attempt["context"]), keys, order, describe_sent_model(payload, names))
@@ -247,7 +294,7 @@ class Party:
             words = arithmetic.flatten(integers, weight, self._largest_units(values, weight))
             if self.sums is not None:  # recorded for all later runs, before the update is masked
                 cohort = list(attempt["cohort"])
-                seal = self.sums.add(cohort, self._least_sites_per_sum(terms_of(self.config, len(cohort))), self.run)
+                seal = self.sums.add(cohort, self.run)
                 self.summed = {"sites": cohort, SEAL: seal}  # for the record of what leaves
             numbers = {**integers, "": torch.tensor([weight])}
             self.record.answer_once(attempt, "masked", {"numbers": digest(numbers)}, dict)

@@ -20,15 +20,16 @@ from consilium.core.storage import load_state, read_json, save_state, write_json
 from consilium.privacy.secagg import sealing
 from consilium.privacy.secagg.arithmetic import Layout, Words, vector_length
 from consilium.privacy.secagg.certificates import check_admissible, public_key
-from consilium.privacy.secagg.messages import Keys, needed_cancellations
 from consilium.privacy.secagg.sealing import canonical_json, is_signed_by
 from consilium.privacy.secagg.terms import (
+    Keys,
     Message,
     Place,
     describe_sent_model,
     hash_sent_tensors,
     is_text_field,
     mask_context,
+    needed_cancellations,
     prepare_context,
     terms_of,
 )
@@ -37,32 +38,10 @@ MASKED = "masked"
 """The name of the one tensor in a masked update: int64 (d + 1,), all numbers and the weight, masked."""
 
 
+HELLO: Message = {"step": "hello"}
+"""The first question of a run, which asks a site for its roster entry."""
 NAMED = 5
 """The largest number of sites that a message names."""
-
-
-class Answers:
-    """The sites' answers on disk, by step and site. Files are numbered by `names`: a site's name may be no file name."""
-
-    def __init__(self, folder: Path, names: list[str]) -> None:
-        self.folder, self.names = folder, names
-        self._read: dict[str, dict[str, Message]] = {}
-
-    def answers_to(self, step: str) -> dict[str, Message]:
-        """Return the answers to a step, by site."""
-        if step not in self._read:
-            paths = {name: self._path(step, name) for name in self.names}
-            found = {name: read_json(path) for name, path in paths.items() if path.is_file()}
-            self._read[step] = found
-        return self._read[step]
-
-    def put(self, step: str, name: str, answer: Message) -> None:
-        """Store a site's answer to a step."""
-        write_json(self._path(step, name), answer)
-        self.answers_to(step)[name] = answer
-
-    def _path(self, step: str, name: str) -> Path:
-        return self.folder / f"{step}-{self.names.index(name)}.json"
 
 
 class Attempt:
@@ -80,15 +59,32 @@ class Attempt:
         self.cancelled: Message = about["cancelled"]
         self.terms = terms_of(config, len(self.cohort))
         self.context = prepare_context(config, run, self.place, self.roster, self.cohort, self.terms)
-        self.answers = Answers(folder, self.cohort)
+        self._answers: dict[str, dict[str, Message]] = {}
         self.keys: Keys = {name: public_key(self.roster[name]["certificate"]) for name in self.cohort}
 
-    def _question(self, step: str, **said: Any) -> Message:
+    def question(self, step: str, **said: Any) -> Message:
+        """Return the question of a step. The methods *_question return those that need more than `said`."""
         return {"step": step, **self.place.to_dict(), **said}
+
+    def answers_to(self, step: str) -> dict[str, Message]:
+        """Return the sites' answers to a step, by site, as stored on disk."""
+        if step not in self._answers:
+            paths = {name: self._answer_path(step, name) for name in self.cohort}
+            self._answers[step] = {name: read_json(path) for name, path in paths.items() if path.is_file()}
+        return self._answers[step]
+
+    def put(self, step: str, name: str, answer: Message) -> None:
+        """Store a site's answer to a step."""
+        write_json(self._answer_path(step, name), answer)
+        self.answers_to(step)[name] = answer
+
+    def _answer_path(self, step: str, name: str) -> Path:
+        """Return the file of an answer. Files are numbered by site, because a site's name may be no file name."""
+        return self.folder / f"{step}-{self.cohort.index(name)}.json"
 
     def silent_sites(self, step: str, names: Iterable[str]) -> list[str]:
         """Return the sites in `names` that have not answered a step."""
-        return [name for name in names if name not in self.answers.answers_to(step)]
+        return [name for name in names if name not in self.answers_to(step)]
 
     # prepare -----------------------------------------------------------------------------------------------------------
 
@@ -98,7 +94,7 @@ class Attempt:
         `earlier_proof`: the proof of an earlier phase, see `check_model_was_shared`.
         """
         asks = {"roster": self.roster, "cohort": self.cohort, "cancelled": self.cancelled}
-        return self._question("prepare", past=earlier_proof or {}, **asks)
+        return self.question("prepare", past=earlier_proof or {}, **asks)
 
     def take_prepared(self, name: str, answer: Message) -> None:
         """Store a site's prepared keys and sealed shares."""
@@ -116,11 +112,11 @@ class Attempt:
         ):
             raise RefusedError("its shares are not one for every other site")
         sealing.check_public_key(fields["key"])
-        self.answers.put("prepare", name, {**fields, "shares": shares})
+        self.put("prepare", name, {**fields, "shares": shares})
 
     def close_prepared(self) -> list[str]:
         """Return the parties, the sites that have prepared, fixed from now on. Raises ConsiliumError if they are too few."""
-        parties = self._decide_once("parties", lambda: sorted(self.answers.answers_to("prepare")))
+        parties = self._decide_once("parties", lambda: sorted(self.answers_to("prepare")))
         if len(parties) < self.terms.least:
             raise self._too_few_error(len(parties))
         return parties
@@ -146,10 +142,10 @@ class Attempt:
 
     def train_question(self, name: str, parties: list[str]) -> Message:
         """Return the question that goes with a site's training task."""
-        prepared = self.answers.answers_to("prepare")
+        prepared = self.answers_to("prepare")
         public = {party: {f: prepared[party][f] for f in ("key", "seed", "signature")} for party in parties}
         shares = {party: prepared[party]["shares"][name] for party in parties if party != name}
-        return self._question("train", prepared=public, shares=shares)
+        return self.question("train", prepared=public, shares=shares)
 
     def load_masked(self, name: str) -> Payload | None:
         """Return a site's masked update, None if it has not arrived."""
@@ -173,21 +169,17 @@ class Attempt:
 
     # confirm and reveal ------------------------------------------------------------------------------------------------
 
-    def confirm_question(self, survivors: list[str]) -> Message:
-        """Return the question that asks the survivors to sign the sum."""
-        return self._question("confirm", survivors=survivors)
-
     def take_confirmed(self, name: str, answer: Message, survivors: list[str], masks: bytes) -> None:
         """Store a site's signature on the sum: on the mask context `masks` and the survivors."""
         signature = _read_text(answer, "signature")
         if not is_signed_by(self.keys[name], signature, "confirm", masks, canonical_json(survivors)):
             raise RefusedError("its confirmation is not of this sum, or it was sent another model than others")
-        self.answers.put("confirm", name, {"signature": signature})
+        self.put("confirm", name, {"signature": signature})
 
     def reveal_question(self) -> Message:
         """Return the question that asks for shares. It shows all signatures on the sum, fixed from now on."""
-        signatures = {name: one["signature"] for name, one in sorted(self.answers.answers_to("confirm").items())}
-        return self._question("reveal", confirmed=self._decide_once("reveal", lambda: signatures))
+        signatures = {name: one["signature"] for name, one in sorted(self.answers_to("confirm").items())}
+        return self.question("reveal", confirmed=self._decide_once("reveal", lambda: signatures))
 
     def take_revealed(self, name: str, answer: Message, parties: list[str], masks: bytes) -> None:
         """Store a site's shares, one per party."""
@@ -203,41 +195,37 @@ class Attempt:
             raise RefusedError("its shares are not one of every party")
         if not is_signed_by(self.keys[name], signature, "reveal", masks, canonical_json(shares)):
             raise RefusedError("its shares are not signed by it for this sum")
-        self.answers.put("reveal", name, {"shares": shares})
+        self.put("reveal", name, {"shares": shares})
 
     def has_threshold(self, step: str) -> bool:
         """Tell whether enough sites have answered a step to open the sum."""
-        return len(self.answers.answers_to(step)) >= self.terms.threshold
+        return len(self.answers_to(step)) >= self.terms.threshold
 
     def proof(self, parties: list[str], survivors: list[str]) -> Message:
         """Return the proof that all sites were sent the same model: the survivors' signatures on the sum."""
-        keys = {name: self.answers.answers_to("prepare")[name]["key"] for name in parties}
+        keys = {name: self.answers_to("prepare")[name]["key"] for name in parties}
         confirmed = self.reveal_question()["confirmed"]
         return {"attempt": self.place.attempt, "keys": keys, "survivors": survivors, "confirmed": confirmed}
 
     # cancel ------------------------------------------------------------------------------------------------------------
-
-    def cancel_question(self) -> Message:
-        """Return the question that asks a site to cancel the attempt, because too few sites are left."""
-        return self._question("cancel")
 
     def take_cancelled(self, name: str, answer: Message) -> None:
         """Store a site's signed cancellation."""
         signature = _read_text(answer, "signature")
         if not is_signed_by(self.keys[name], signature, "cancel", self.context):
             raise RefusedError("its cancellation is not of this attempt")
-        self.answers.put("cancel", name, {"signature": signature})
+        self.put("cancel", name, {"signature": signature})
 
     @property
     def is_cancelled(self) -> bool:
         """Whether enough sites have cancelled that the sum of this attempt can no longer be opened."""
-        return len(self.answers.answers_to("cancel")) >= needed_cancellations(self.terms)
+        return len(self.answers_to("cancel")) >= needed_cancellations(self.terms)
 
     # the sum -----------------------------------------------------------------------------------------------------------
 
     def mask_context(self, parties: list[str], order: Layout, sent: Payload) -> bytes:
         """Return the mask context of this attempt. `sent`: the payload for a site that has no tensor of this run yet."""
-        keys = {name: self.answers.answers_to("prepare")[name]["key"] for name in parties}
+        keys = {name: self.answers_to("prepare")[name]["key"] for name in parties}
         return mask_context(self.context, keys, order, describe_sent_model(sent, hash_sent_tensors(sent, {})))
 
     def unmask(self, parties: list[str], survivors: list[str], masks: bytes, order: Layout) -> Words:
@@ -245,7 +233,7 @@ class Attempt:
 
         Raises ConsiliumError if the shares do not reconstruct the secrets that the sites signed: the sum could be wrong.
         """
-        prepared, count = self.answers.answers_to("prepare"), vector_length(order)
+        prepared, count = self.answers_to("prepare"), vector_length(order)
         total = torch.zeros(count, dtype=torch.int64)
         for name in survivors:
             found = self.load_masked(name)
@@ -268,7 +256,7 @@ class Attempt:
 
         Raises ConsiliumError if `public(secret)` is not `signed_value`, which the site signed when it prepared.
         """
-        revealed = sorted(self.answers.answers_to("reveal").items())[: self.terms.threshold]
+        revealed = sorted(self.answers_to("reveal").items())[: self.terms.threshold]
         points = {self.cohort.index(who) + 1: int(one["shares"][name], 16) for who, one in revealed}
         secret = sealing.reconstruct(points)
         if secret < 2**256 and public(found := secret.to_bytes(32, "big")) == signed_value:
@@ -286,10 +274,6 @@ class Collector:
         self.folder, self.config, self.run, self.root, self.server = folder, config, run, root, server
         path = folder / "roster.json"
         self.roster: dict[str, Message] = read_json(path) if path.is_file() else {}
-
-    def hello_question(self) -> Message:
-        """Return the first question of a run, which asks a site for its roster entry."""
-        return {"step": "hello"}
 
     def admit(self, name: str, found: Message) -> None:
         """Add a site's entry to the roster. Raises RefusedError for an invalid entry, and for a different one than before."""
@@ -334,7 +318,7 @@ class Collector:
     def begin_next_attempt(self, last: Attempt) -> Attempt:
         """Begin a new attempt after a cancelled one, with the same sites and roster."""
         place = Place(last.place.round, last.place.phase, last.place.attempt + 1)
-        cancelled = {name: one["signature"] for name, one in sorted(last.answers.answers_to("cancel").items())}
+        cancelled = {name: one["signature"] for name, one in sorted(last.answers_to("cancel").items())}
         return self._create_attempt(place, last.cohort, last.roster, cancelled)
 
     def proof_for(self, name: str) -> Message:

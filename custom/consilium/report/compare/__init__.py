@@ -1,9 +1,5 @@
 """Compare runs: which runs are comparable, means and their intervals, paired tests, tables and pictures."""
 
-from typing import Literal
-
-Test = Literal["wilcoxon", "permutation"]
-"""The paired test between two methods, see score_statistics.py."""
 DIAGNOSED = {
     "drift_between": "drift/cross",
     "drift_absolute": "oracle drift/absolute",

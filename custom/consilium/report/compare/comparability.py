@@ -1,6 +1,7 @@
 """Group the runs that are comparable (same task, data, sites and test samples), and name their methods."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
@@ -8,7 +9,7 @@ from typing import Any
 
 from consilium.core.messages import Stage
 from consilium.core.sanitize import first_names_text
-from consilium.report.run_record import RunRecord
+from consilium.report.run_record import MACHINE, RunRecord
 from consilium.tasks.registry import COUNT
 
 CHECKPOINT = "model.checkpoint"
@@ -18,15 +19,13 @@ LEARNING = ("task.augment", "task.balance", "task.learn", "data.most_training", 
 READ = ("task.", "data.", CHECKPOINT, "privacy.unit", "privacy.per_patient")
 """Fields that decide which files and which samples a site reads."""
 KINDS = ("strategy.name", "model.name", "adapter.kind", "task.name", "privacy.unit")
-"""Fields on which it depends which other fields their section has."""
+"""Fields whose value names a method without the field's name."""
 UNNAMED = ("name", "experiment", "training.seed", "training.validate.every", "training.validate.stages",
            "training.validate.full", CHECKPOINT, "statistics", "federation.min_sites", "federation.round_timeout",
            "federation.straggler_grace_seconds")  # fmt: skip
 """Fields that never distinguish methods."""
 SAME = 0.01
 """Two machines' scores of one frozen model on the same images differ by less than this."""
-AGAIN = " again"
-"""Suffix of the seed of a private run that repeats another one with new noise."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +42,13 @@ class Group:
     """Comparable runs, by method and seed.
 
     `name`: "" if there is one group only. `left`: a line per run that was left out. `absent`: why a run is missing, by method
-    and seed. `data_axes`: axes of the study that choose data; a group has one value on each.
+    and seed.
     """
 
     name: str
     runs: Mapping[tuple[str, str], RunRecord]
     left: tuple[str, ...] = ()
     absent: Mapping[tuple[str, str], str] = field(default_factory=dict)
-    data_axes: frozenset[str] = frozenset()
 
     @property
     def first(self) -> RunRecord:
@@ -70,10 +68,6 @@ class Group:
     def runs_of(self, method: str) -> list[RunRecord]:
         """Return a method's runs."""
         return [run for (name, _), run in self.runs.items() if name == method]
-
-    def expected_seeds(self, method: str) -> list[str]:
-        """Return the seeds that a method should have. A repeated draw of noise counts only for methods that have one."""
-        return [seed for seed in self.seeds if AGAIN not in seed or (method, seed) in self.runs]
 
     def with_group_name(self, text: str) -> str:
         """Return a title with the group's name before it, if the group has a name."""
@@ -185,9 +179,12 @@ def group_comparable(runs: Sequence[RunRecord], absent: Sequence[MissingRun] = (
             own = next((labels[run.name] for run in group if run.labels == one.labels), "")
             method = own or _join_labels(one.labels, unnamed) or _join_labels(one.labels)
             named[method, str(one.seed)] = one.why
-        counted, left = _without_repeats(group, labels)
+        counted, left = dict[tuple[str, str], RunRecord](), list[str]()
+        for run in group:
+            if (first := counted.setdefault((labels[run.name], str(run.seed)), run)) is not run:
+                left.append(f"{run.name}: repeats {first.name} (same settings and seed), so it is not counted")
         lacking = {key: why for key, why in named.items() if key not in counted}
-        made.append(Group(name, counted, tuple(left), lacking, frozenset(data_axes)))
+        made.append(Group(name, counted, tuple(left), lacking))
     why = []
     for group in found[1:]:
         reasons = (why_not_comparable(first, one) for one in group for first in found[0])
@@ -216,8 +213,9 @@ def method_labels(runs: Sequence[RunRecord], unnamed: Iterable[str] = ()) -> dic
     """Return the method of each run, by the run's name.
 
     The method of a study's cell is named by its labels, except those on the axes `unnamed`. The method of any other run is
-    named by its strategy and by the settings in which the runs differ. Frozen weights are named by their digest, in whichever
-    folder the file is. If a run's server state is lost, the digest is taken from another run with the same checkpoint.
+    named by its strategy and by the settings in which the runs that have them differ. Frozen weights are named by their digest,
+    in whichever folder the file is. If a run's server state is lost, the digest is taken from another run with the same
+    checkpoint.
     """
     bases: dict[str, str] = {}
     for run in (run for run in runs if run.base):
@@ -228,17 +226,12 @@ def method_labels(runs: Sequence[RunRecord], unnamed: Iterable[str] = ()) -> dic
         base = run.base or next((o.base for o in runs if o.base and path and o.settings.get(CHECKPOINT) == path), "")
         fields[run.name] = {k: v for k, v in run.settings.items() if not k.startswith(UNNAMED) and k not in compared}
         fields[run.name][CHECKPOINT] = bases.get(base)
-    kinds = {run.name: {k.partition(".")[0]: run.settings.get(k) for k in KINDS} for run in runs}
-
-    def varies(key: str, run: RunRecord) -> bool:
-        """Tell whether a field differs among the runs with the same kind of section, or a kind among all runs."""
-        section = key.partition(".")[0]
-        alike = [o for o in runs if key in KINDS or kinds[o.name].get(section) == kinds[run.name].get(section)]
-        return len({_text(fields[o.name].get(key)) for o in alike}) > 1
-
+    texts: dict[str, set[str]] = {}
+    for key, value in (pair for own in fields.values() for pair in own.items()):
+        texts.setdefault(key, set()).add(_text(value))
     found = {}
     for run in runs:
-        shown = [k for k in fields[run.name] if varies(k, run)]
+        shown = [key for key in fields[run.name] if len(texts[key]) > 1]
         last = [k.rpartition(".")[2] for k in shown]
         parts = [str(run.settings["strategy.name"])]
         for key, word in zip(shown, last, strict=True):
@@ -251,40 +244,13 @@ def method_labels(runs: Sequence[RunRecord], unnamed: Iterable[str] = ()) -> dic
     return found
 
 
-def _without_repeats(
-    runs: Sequence[RunRecord], labels: Mapping[str, str]
-) -> tuple[dict[tuple[str, str], RunRecord], list[str]]:
-    """Return runs by method and seed, and a line per run that is left out because it repeats another one.
-
-    A private run with the same method and seed has other noise, so it repeats another run only if all scores are equal.
-    """
-    found: dict[tuple[str, str], RunRecord] = {}
-    left = []
-
-    def scores(run: RunRecord) -> str:
-        return json.dumps(run.latest_scores, sort_keys=True)  # compared as text, because NaN != NaN
-
-    for run in runs:
-        method = labels[run.name]
-        alike = {key: one for key, one in found.items() if key[0] == method and one.seed == run.seed}
-        twin = next((key for key, one in alike.items() if not run.is_private or scores(one) == scores(run)), None)
-        if twin is not None:
-            kept, out = (run, found[twin]) if len(run.latest_scores) > len(found[twin].latest_scores) else (found[twin], run)
-            found[twin] = kept
-            left.append(f"{out.name}: repeats {kept.name} (same settings and seed), so it is not counted")
-            continue
-        draw = "" if not alike else AGAIN if len(alike) == 1 else f"{AGAIN} {len(alike) + 1}"
-        found[method, f"{run.seed}{draw}"] = run
-    return found, left
-
-
 def mixed_code_notes(group: Group) -> list[str]:
     """Return a line for each method whose runs differ in the strategy's code or in the versions of packages."""
     found = []
     for method in group.methods:
-        versions = [run.code_versions for run in group.runs_of(method)]
-        every = sorted({name for one in versions for name in one})
-        if names := [name for name in every if len({one[name] for one in versions if name in one}) > 1]:
+        every = sorted({pair for run in group.runs_of(method) for pair in run.versions.items()})
+        counts = Counter(name for name, version in every if name not in MACHINE and version != "not installed")
+        if names := [name for name, count in counts.items() if count > 1]:
             found.append(f"{method}: its runs have other {', '.join(names)} (versions.json); run the older ones again")
     return found
 

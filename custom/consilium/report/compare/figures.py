@@ -1,4 +1,4 @@
-"""Pictures of a comparison: learning curves, sites x methods, scores along an axis, against bytes, and against epsilon.
+"""Pictures of a comparison: learning curves, sites x methods, scores along an axis, and against bytes.
 
 Colours are those of M. Okabe and K. Ito, "Color Universal Design" (2002), which colour-blind readers can distinguish. Each
 method has a marker and a line style too, for prints without colours.
@@ -7,7 +7,7 @@ method has a marker and a line style too, for prints without colours.
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -40,8 +40,8 @@ from consilium.report.predictions import (
     read_page,
     write_page,
 )
-from consilium.report.run_record import Curve, RunRecord
-from consilium.report.tables import csv_text, escape_tex, number_text, tex_label
+from consilium.report.run_record import Curve
+from consilium.report.tables import csv_text, escape_tex, number_text, shorten_names, tex_label
 from consilium.report.untrusted_files import subfolders
 
 # examples --------------------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def curves(scores: GroupScores, width: float = COLUMN) -> Drawn:
     found = {method: _curves_by_seed(scores, method) for method in scores.group.methods}
     drawn = [method for method, seeds in found.items() if seeds and len(next(iter(seeds.values()))) > 1]
     if not drawn:
-        return _why_no_curves(scores)
+        return "no run validated this score at all sites in two rounds; training.validate.full: true validates every score"
     rounds = {method: list(next(iter(found[method].values()))) for method in drawn}
     steps = {method: scores.group.runs_of(method)[0].steps for method in drawn}
     by_steps = all(steps.values()) and len({one[-1] / (len(one) - 1) for one in steps.values()}) > 1
@@ -232,18 +232,6 @@ def curves(scores: GroupScores, width: float = COLUMN) -> Drawn:
     return Plot(figure, _caption(scores, what, "Thin lines are single seeds.", begins), rows)
 
 
-def _why_no_curves(scores: GroupScores) -> str:
-    """Return why no method has a learning curve of the metric."""
-    runs = scores.group.runs.values()
-    full = all(run.config.training.validation.full for run in runs)
-    if not full and any(run.validation_curves(scores.stage) for run in runs):
-        metric = scores.group.heading(scores.metric)
-        if not any(run.validation_curves(scores.stage, scores.metric) for run in runs):
-            setting = "training.validate.full: true computes it in each validation"
-            return f"{metric} is computed in the final evaluation only; {setting}"
-    return "no run validated this model at all sites in two rounds"
-
-
 def _curves_by_seed(scores: GroupScores, method: str) -> dict[str, Curve]:
     """Return a method's curves by seed: the validation score by round, as mean over sites.
 
@@ -272,62 +260,52 @@ def first_numeric_axis(scores: GroupScores) -> str:
     return next((axis for axis, count in numbers.items() if count >= FEWEST and len(values[axis]) - count <= 1), "")
 
 
-def sort_axis_values(values: set[str]) -> list[str]:
-    """Return an axis's values, sorted as numbers, with a word at the end."""
-    return sorted(values, key=lambda value: (not _is_number(value), float(value) if _is_number(value) else 0.0))
+def axis_figure(scores: GroupScores, width: float = COLUMN) -> Drawn:
+    """Draw means over sites and seeds along the study's axis of numbers, with bars of the standard deviation over seeds.
 
-
-def lines_along(scores: GroupScores, axis: str) -> dict[str, dict[str, list[float]]]:
-    """Return the lines of a figure along an axis: for each combination of other labels, the means over sites.
-
-    The means are lists over seeds, by value on the axis.
+    There is a line for each combination of other labels.
     """
-    found: dict[str, dict[str, list[float]]] = {}
+    if not (axis := first_numeric_axis(scores)):
+        return "no axis of a study has numbers"
+    lines: dict[str, dict[str, list[float]]] = {}
+    rows = []
     for method in scores.methods:
         labels = next((run.labels for run in scores.group.runs_of(method)), {})
-        if axis in labels and (means := scores.means(method)):
-            rest = ", ".join(value for other, value in labels.items() if other != axis)
-            found.setdefault(rest or axis, {})[labels[axis]] = means
-    return found
-
-
-def axis_figure(scores: GroupScores, width: float = COLUMN) -> Drawn:
-    """Draw means over sites and seeds along the study's axis of numbers, with bars of the standard deviation over seeds."""
-    axis, labels = first_numeric_axis(scores), scores.group.first.labels
-    found = lines_along(scores, axis) if axis else {}
-    if not found:
-        chooses = (axis for axis in labels if axis in scores.group.data_axes and _is_number(labels[axis]))
-        data = next((f"the values of {axis} are other data, which do not share a picture" for axis in chooses), "")
-        return data or "no axis of a study has numbers"
-    figure = Figure(figsize=(width, 2.3 + _legend_height(found, width)), layout="constrained")
+        if axis not in labels or not (means := scores.means(method)):
+            continue
+        rest = ", ".join(value for other, value in labels.items() if other != axis)
+        lines.setdefault(rest or axis, {})[labels[axis]] = means
+        seeds = zip(scores.complete_seeds(method), means, strict=True)
+        rows += [{"method": method, axis: labels[axis], "seed": seed, "value": value} for seed, value in seeds]
+    figure = Figure(figsize=(width, 2.3 + _legend_height(lines, width)), layout="constrained")
     plot = figure.subplots()
-    draw_lines(plot, found)
+    draw_lines(plot, lines)
     _label_axes(plot, scores, wrap_name(axis), width)
-    rows = [
-        {"method": method, axis: scores.group.runs_of(method)[0].labels[axis], "seed": seed, "value": value}
-        for method in scores.methods
-        if scores.group.runs_of(method)
-        for seed, value in zip(scores.complete_seeds(method), scores.means(method), strict=True)
-    ]
     what = f"The mean over sites along {axis}, its values at equal distances"
     return Plot(figure, _caption(scores, what, BARS), rows)
 
 
-def draw_lines(plot: Any, found: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
-    """Draw each line of `lines_along` as means, with bars of the standard deviation over seeds. Values are at equal distances.
+def sort_axis_values(values: set[str]) -> list[str]:
+    """Return an axis's values, sorted as numbers, with a word such as `all` at the end."""
+    return sorted(values, key=lambda value: (not _is_number(value), float(value) if _is_number(value) else 0.0))
 
-    A method without any number on the axis, such as one without privacy on an axis of epsilon, is a dashed horizontal line.
+
+def draw_lines(plot: Any, lines: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+    """Draw lines of means, with bars of the standard deviation over seeds.
+
+    `lines`: by name and value on the axis the seeds' values. A line without any number on the axis, such as a method without
+    privacy on an axis of epsilon, is dashed and horizontal.
     """
-    across = {name for name, line in found.items() if not any(map(_is_number, line))}
-    order = sort_axis_values({value for name, line in found.items() if name not in across for value in line})
-    for index, (name, line) in enumerate(found.items()):
-        look = style(index)
+    across = {name for name, line in lines.items() if not any(map(_is_number, line))}
+    values = {value for name, line in lines.items() if name not in across for value in line}
+    order = sort_axis_values(values)
+    for index, (name, line) in enumerate(lines.items()):
+        look = style(index) | {"label": wrap_name(name), "linewidth": 1.2}
         if name in across:
-            (values,) = line.values()
-            plot.axhline(fmean(values), color=look["color"], linestyle="--", linewidth=1.2, label=wrap_name(name))
-            continue
-        points = {order.index(value): line[value] for value in order if value in line}
-        _errorbar(plot, list(points), list(points.values()), label=wrap_name(name), linewidth=1.2, **look)
+            plot.axhline(fmean(*line.values()), **look | {"linestyle": "--", "marker": ""})
+        else:
+            points = {order.index(value): line[value] for value in order if value in line}
+            _errorbar(plot, list(points), list(points.values()), **look)
     plot.set_xticks(range(len(order)), [wrap_name(value) for value in order])
 
 
@@ -353,17 +331,15 @@ def heat_map(scores: GroupScores, width: float = COLUMN) -> Drawn:
         (m for m in first.scored_methods if len(models) == 1 and all(first.scores_at_site(m, site) for site in sites)), ""
     )
     found = [("pretrained", [first.scores_at_site(frozen, site) for site in sites], 0)] if frozen else []
-    found += [
-        (m, [scores.scores_at_site(m, site) for site in sites], len(scores.group.expected_seeds(m))) for m in scores.methods
-    ]
+    found += [(m, [scores.scores_at_site(m, site) for site in sites], len(scores.group.seeds)) for m in scores.methods]
     methods, at = [name for name, *_ in found], [one for _, one, _ in found]
-    marks = [[MARK if 0 < len(one) < most else "" for one in row] for _, row, most in found]
     values = np.array([[mean(one) for one in row] for row in at], dtype=np.float64)
-    texts = [[_cell_text(one, mark) for one, mark in zip(*row, strict=True)] for row in zip(at, marks, strict=True)]
+    texts = [[_cell_text(one, MARK if 0 < len(one) < most else "") for one in row] for _, row, most in found]
     gained = values - (values[0] if frozen else np.ma.masked_invalid(values).mean(axis=0).filled(np.nan))
     reach = float(np.nanmax(np.abs(gained))) or 1.0
     rows = [wrap_name(m, 22) for m in methods]
-    short = [shown(site if len(site) <= 24 else f"{site[:13]}…{site[-10:]}") for site in sites]
+    shortened = shorten_names(list(map(shown, sites)), 24)
+    short = [shortened[shown(site)] for site in sites]
     left = max(len(part) for row in rows for part in row.split("\n")) * 0.062
     fits = left + 0.6 + len(sites) * (0.4 if len(sites) <= NUMBERED else 0.12) <= COLUMN
     high = sum(0.12 + 0.14 * max(1 + row.count("\n"), 2) for row in rows)
@@ -376,7 +352,7 @@ def heat_map(scores: GroupScores, width: float = COLUMN) -> Drawn:
     zero = "the pretrained model" if frozen else "the mean over methods"
     bar = figure.colorbar(image, ax=axis, fraction=0.05, aspect=30)
     bar.set_label(wrap_name(f"difference to {zero}", 24))
-    missing = f" {MARK}: seeds are missing." if any(map(any, marks)) else ""
+    missing = f" {MARK}: seeds are missing." if any(MARK in text for row in texts for text in row) else ""
     told = [
         {"method": m, "site": site, "seeds": len(one), "value": mean(one)}
         for m, row in zip(methods, at, strict=True)
@@ -394,41 +370,19 @@ def _cell_text(values: Sequence[float], mark: str) -> str:
 
 
 def bytes_figure(scores: GroupScores, width: float = COLUMN) -> Drawn:
-    """Draw mean scores against MiB sent and received."""
+    """Draw mean scores against MiB sent and received, on a logarithmic scale. A method that sends none is a horizontal line.
 
-    def mebibytes(run: RunRecord) -> float | None:
-        return None if run.bytes is None and not run.is_pooled else (run.bytes or 0.0) / 2**20
-
-    return _scatter(scores, width, mebibytes, "MiB sent and received", "no run sent anything", "by all sites")
-
-
-def epsilon_figure(scores: GroupScores, width: float = COLUMN) -> Drawn:
-    """Draw mean scores against epsilon. Runs with different units of privacy are never in one figure."""
-    units = {run.settings["privacy.unit"] for run in scores.group.runs.values() if run.epsilon is not None}
-    if len(units) > 1:
-        return "epsilon of sites and of records are no one scale"
-    label = f"epsilon ({next(iter(units), '')} level)"
-    return _scatter(
-        scores, width, lambda run: run.epsilon if run.is_private else 0.0, label, "no run is private", "at the job's delta"
-    )
-
-
-def _scatter(
-    scores: GroupScores, width: float, measure: Callable[[RunRecord], float | None], label: str, why: str, scope: str
-) -> Drawn:
-    """Draw means against a measure on a logarithmic scale. A method whose measure is 0 is a horizontal line.
-
-    A method without a complete seed, or with an unknown measure, is named in the legend only. `why`: returned if no measure is
-    positive. `scope`: words that follow the label in the caption.
+    A method without a complete seed, or with unknown bytes, is named in the legend only.
     """
     points: dict[str, tuple[float, list[float]]] = {}
     for method in scores.methods:
-        sizes = [measure(scores.group.runs[method, seed]) for seed in scores.complete_seeds(method)]
-        there = [size for size in sizes if size is not None]
+        runs = [scores.group.runs[method, seed] for seed in scores.complete_seeds(method)]
+        sizes = [0.0 if run.is_pooled else run.bytes for run in runs]
+        there = [size / 2**20 for size in sizes if size is not None]
         if there and len(there) == len(sizes):
             points[method] = fmean(there), scores.means(method)
     if not any(x > 0 for x, _ in points.values()):
-        return why
+        return "no run sent anything"
     figure = Figure(figsize=(width, 2.3 + _legend_height(scores.methods, width)), layout="constrained")
     axis = figure.subplots()
     for index, (method, (x, values)) in enumerate(points.items()):
@@ -445,14 +399,14 @@ def _scatter(
     axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axis.xaxis.set_minor_formatter(NullFormatter())
-    _label_axes(axis, scores, f"{label}, log scale", width)
+    _label_axes(axis, scores, "MiB sent and received, log scale", width)
     rows = [
-        {"method": method, label: x, "seed": seed, "value": value}
+        {"method": method, "MiB sent and received": x, "seed": seed, "value": value}
         for method, (x, values) in points.items()
         for seed, value in zip(scores.complete_seeds(method), values, strict=True)
     ]
-    caption = _caption(scores, f"The mean over sites against {label}, {scope}", BARS)
-    return Plot(figure, caption, rows)
+    what = "The mean over sites against MiB sent and received, by all sites"
+    return Plot(figure, _caption(scores, what, BARS), rows)
 
 
 def _label_axes(axis: Any, scores: GroupScores, label: str, width: float, value: str = "") -> None:
@@ -488,5 +442,5 @@ def _caption(scores: GroupScores, text: str, of_seeds: str, more: str = "") -> s
     return f"{text}. {score} {of_seeds if count > 1 else ''}".strip() + f" {more}" * bool(more)
 
 
-PLOTS = {"curves": curves, "along": axis_figure, "sites": heat_map, "bytes": bytes_figure, "epsilon": epsilon_figure}
+PLOTS = {"curves": curves, "along": axis_figure, "sites": heat_map, "bytes": bytes_figure}
 """Functions that draw a picture or return the reason why they cannot, by file name."""

@@ -16,7 +16,6 @@ from functools import cached_property
 import numpy as np
 
 from consilium.core.messages import Stage
-from consilium.report.compare import Test
 from consilium.report.compare.comparability import Group
 from consilium.report.run_record import RunRecord, finite_score
 from consilium.tasks.registry import COUNT, HIGH, LOW, LOWER
@@ -116,10 +115,6 @@ class GroupScores:
             if self.averaged_sites and all((method, s, site) in self.cells for site in self.averaged_sites)
         ]
 
-    def is_complete(self, method: str) -> bool:
-        """Tell whether no site is missing in any seed of a method."""
-        return self.complete_seeds(method) == self.group.expected_seeds(method)
-
     def scores_at_site(self, method: str, site: str) -> list[float]:
         """Return a method's scores at a site, in the order of seeds, without missing ones."""
         return [self.cells[method, s, site] for s in self.group.seeds if (method, s, site) in self.cells]
@@ -153,7 +148,7 @@ class GroupScores:
 def scores_of(group: Group, stage: Stage, metric: str) -> GroupScores:
     """Return the scores of a group for one model and metric, and the missing ones.
 
-    A score is expected for each method, each of its expected seeds, and each site that has a score in any run.
+    A score is expected for each method, each seed, and each site that has a score in any run.
     """
     values = {
         (method, seed, site): run.score(site, stage, metric) for (method, seed), run in group.runs.items() for site in run.sites
@@ -163,7 +158,7 @@ def scores_of(group: Group, stage: Stage, metric: str) -> GroupScores:
     without = tuple(m for m in group.methods if group.runs_of(m) and not any(key[0] == m for key in scored))
     missing = {}
     for method in (method for method in group.methods if method not in without):
-        for key in itertools.product([method], group.expected_seeds(method), sorted({site for *_, site in scored})):
+        for key in itertools.product([method], group.seeds, sorted({site for *_, site in scored})):
             if key not in cells:
                 there = "not scored there" if values.get(key) is None else "not finite"
                 missing[key] = there if key[:2] in group.runs else group.absent.get(key[:2], "no run with this seed")
@@ -240,9 +235,8 @@ def ranks(scores: GroupScores) -> tuple[dict[str, float], int]:
 #
 # Sites that were scored on one test split make one pair per seed, by their mean.
 #
-# Wilcoxon's signed-rank test (F. Wilcoxon, "Individual Comparisons by Ranking Methods", Biometrics Bulletin 1945), or the
-# paired permutation test (R. Fisher, "The Design of Experiments", 1935: signs of differences are exchanged); two-sided, by
-# scipy. Holm's correction (S. Holm, "A Simple Sequentially Rejective Multiple Test Procedure", Scandinavian Journal of
+# Wilcoxon's signed-rank test (F. Wilcoxon, "Individual Comparisons by Ranking Methods", Biometrics Bulletin 1945), two-sided,
+# by scipy. Holm's correction (S. Holm, "A Simple Sequentially Rejective Multiple Test Procedure", Scandinavian Journal of
 # Statistics 1979).
 
 FEWEST = 6
@@ -267,7 +261,7 @@ class Comparison:
     holm: float | None = None
 
 
-def comparisons(scores: GroupScores, test: Test, against: str | None = None) -> list[Comparison]:
+def comparisons(scores: GroupScores, against: str | None = None) -> list[Comparison]:
     """Compare all pairs of methods, or `against` with all others. Return the smallest p first.
 
     Holm's correction counts the tests made here.
@@ -284,7 +278,7 @@ def comparisons(scores: GroupScores, test: Test, against: str | None = None) -> 
             continue
         differences = np.round([math.fsum(some) / len(some) for some in pairs], 12)  # ignores differences due to rounding
         better = -differences if scores.lower_is_better else differences
-        p = p_value(differences, test) if len(pairs) >= FEWEST else None
+        p = p_value(differences) if len(pairs) >= FEWEST else None
         middle = float(np.mean([value for some in pairs for value in some]))
         found.append(Comparison(one, other, len(pairs), middle, int((better > 0).sum()), int((better < 0).sum()), p))
     corrected = iter(holm([each.p for each in found if each.p is not None]))
@@ -292,18 +286,12 @@ def comparisons(scores: GroupScores, test: Test, against: str | None = None) -> 
     return sorted(done, key=lambda each: (2.0 if each.p is None else each.p, -abs(each.difference)))
 
 
-def p_value(differences: np.ndarray, test: Test) -> float:
-    """Return the two-sided p of paired differences (N,), 1 if all are zero. Wilcoxon's test leaves zeros out, as he did."""
-    from scipy import stats
+def p_value(differences: np.ndarray) -> float:
+    """Return the two-sided p of paired differences (N,), 1 if all are zero. Zeros are left out, as Wilcoxon did."""
+    from scipy.stats import wilcoxon
 
-    if not differences.any():
-        return 1.0
-    if test == "wilcoxon":
-        return float(
-            stats.wilcoxon(differences[differences != 0]).pvalue
-        )  # with zeros scipy would use the normal approximation
-    draws = stats.permutation_test((differences,), np.mean, permutation_type="samples", n_resamples=9999, rng=0)
-    return float(draws.pvalue)
+    there = differences[differences != 0]  # with zeros scipy would use the normal approximation
+    return float(wilcoxon(there).pvalue) if len(there) else 1.0
 
 
 def holm(ps: Sequence[float]) -> list[float]:

@@ -2,23 +2,23 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import stdev
 from typing import Any
 
 from consilium.core.messages import Stage
 from consilium.core.sanitize import count_with_noun, first_names_text
-from consilium.report.compare import MARK, MOST_LISTED, Test
+from consilium.report.compare import DIAGNOSED, HELD_OUT, MARK, MOST_LISTED
 from consilium.report.compare.comparability import Group, frozen_model
-from consilium.report.compare.costs import cost_table, steps_of, unequal_steps
-from consilium.report.compare.diagnostics import diagnostics_table
-from consilium.report.compare.published import Published, published_for, published_table
+from consilium.report.compare.run_tables import cost_table, diagnostics_table, steps_of, unequal_steps
 from consilium.report.compare.score_statistics import (
     FEWEST,
     FEWEST_SEEDS,
     GroupScores,
     Interval,
     comparisons,
+    diagnostic_series,
     interval,
     mean,
     patients_interval,
@@ -26,7 +26,7 @@ from consilium.report.compare.score_statistics import (
     scores_of,
 )
 from consilium.report.run_record import finite_score, unit_of
-from consilium.report.tables import Column, Table, csv_text, difference_text, number_text, only_true, sentence
+from consilium.report.tables import Column, Table, csv_text, difference_text, number_text, only_true
 from consilium.strategies.strategy import Role
 from consilium.tasks.registry import COUNT, HIGH, LOW
 
@@ -40,25 +40,113 @@ MEANT = {
     Stage.PERSONALIZED: "each site's own model after its last training",
 }
 """An explanation of each model."""
-SEEDS_JOINED = "its width is the mean over seeds"
-"""How the interval of the test set joins the seeds."""
 ROW = ("group", "method", "seed", "site", "model", "split", "metric", "value", "low", "high", "n",
        "bytes", "steps", "seconds", "epsilon", "run")  # fmt: skip
 METHOD = Column("method", right=False)
+Cell = tuple[str, float | None]
+"""A cell's text, and its score if it may be the best of its column."""
+
+
+# published numbers ------------------------------------------------------------------------------------------------------
+
+SITE = "site"
+"""Name in a row of `published` that says for which site its numbers were printed."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """One number that a paper printed for the cells with these labels: of one `site`, or "" for the mean over sites.
+
+    `floor`: if not "", the number belongs to no method. It is the score that is reached without learning the task, and this
+    text says how.
+    """
+
+    labels: Mapping[str, str]
+    metric: str
+    value: float
+    site: str = ""
+    floor: str = ""
+
+
+def read_published(
+    rows: Sequence[Mapping[str, str | float]], axes: Sequence[str], floor: Mapping[str, str | float] | None = None
+) -> list[Published]:
+    """Return the published numbers of a study. `rows`: each has labels and metrics. `floor`: the study's floor, if any."""
+    found = []
+    for row in rows:
+        labels = {axis: str(row[axis]) for axis in axes if axis in row}
+        numbers = {k: v for k, v in row.items() if k not in labels and isinstance(v, int | float)}
+        found += [Published(labels, metric, float(value), str(row.get(SITE, ""))) for metric, value in numbers.items()]
+    values = {name: float(value) for name, value in (floor or {}).items() if not isinstance(value, str)}
+    return found + [Published({}, metric, value, floor=str((floor or {})["about"])) for metric, value in values.items()]
+
+
+def method_of(number: Published, group: Group) -> str | None:
+    """Return the only method of a group whose cells have a number's labels; None if there is none or several."""
+    wanted = number.labels.items()
+    methods = {method for (method, _), run in group.runs.items() if not number.floor and wanted <= dict(run.labels).items()}
+    return methods.pop() if len(methods) == 1 else None
+
+
+def published_for(numbers: Sequence[Published], group: Group, method: str, metric: str) -> float | None:
+    """Return the published mean over sites of a method; None without one."""
+    fitting = [one for one in numbers if one.metric == metric and not one.site and method_of(one, group) == method]
+    return fitting[-1].value if fitting else None
+
+
+def published_table(scores: GroupScores, numbers: Sequence[Published]) -> list[Table]:
+    """Return a table of the published numbers that the table of scores lacks: of one site or of another metric. [] for none."""
+    rows = []
+    for one in numbers:
+        method = method_of(one, scores.group)
+        if method is None or (one.metric == scores.metric and not one.site):
+            continue
+        runs = scores.group.runs_of(method)
+        if one.metric in DIAGNOSED:
+            values = [] if one.site else [values[-1] for values in diagnostic_series(runs, DIAGNOSED[one.metric])]
+        elif one.metric.startswith(HELD_OUT):
+            held_out = (run.held_out_score(one.metric.removeprefix(HELD_OUT)) for run in runs)
+            values = [value for value in held_out if value is not None]
+        else:
+            other = scores_of(scores.group, scores.stage, one.metric)
+            values = other.scores_at_site(method, one.site) if one.site else other.means(method)
+        ours = mean(values)
+        gap = "-" if ours is None else difference_text(ours - one.value)
+        rows.append([method, one.site or "mean", one.metric, number_text(ours), number_text(one.value), gap])
+    columns = [
+        Column("method", right=False),
+        Column("site", 1, False),
+        Column("metric", 1, False),
+        Column("measured here"),
+        Column("published"),
+        Column("difference"),
+    ]
+    told, grid = [row[2] for row in rows], scores.group.first.scores.grid
+    last = [name for name in DIAGNOSED if name in told]
+    notes = {
+        "published: the paper's own number, not measured here": True,
+        f"{', '.join(last)}: ours is the last round's": last,
+        f"{HELD_OUT}: sites not asked to train, before the last round": any(one.startswith(HELD_OUT) for one in told),
+        f"measured here on the {grid}": grid,
+    }
+    title = scores.group.with_group_name(f"Other published numbers beside ours, {scores.stage} model")
+    return [Table(title, columns, rows, only_true(notes))] if rows else []
+
+
+# tables -----------------------------------------------------------------------------------------------------------------
 
 
 def comparison_tables(
     groups: Sequence[Group],
     stage: Stage,
     metric: str | None = None,
-    test: Test = "wilcoxon",
     against: str | None = None,
     published: Sequence[Published] = (),
 ) -> list[Table]:
     """Return all tables of a comparison, group by group. `stage`: the model for which ranks and tests are made."""
     found: list[Table] = []
-    ranked = [scores_of(group, stage, metric or group.first.metric) for group in groups]
-    for scores in ranked:
+    for group in groups:
+        scores = scores_of(group, stage, metric or group.first.metric)
         tables = {one: scores if one is stage else scores_of(scores.group, one, scores.metric) for one in Stage}
         shown = [one for one in (Stage.GLOBAL, Stage.PERSONALIZED) if tables[one].cells or tables[one].missing]
         found += [scores_table(tables[one], tables[Stage.PRETRAINED], published if one is stage else ()) for one in shown]
@@ -66,9 +154,9 @@ def comparison_tables(
         found.append(cost_table(scores.group))
         found += diagnostics_table(scores)
         if len(scores.scored_methods) > 1:
-            found.append(_significance_table(scores, test, against, tables))
+            found.append(_significance_table(scores, against, tables))
         found += _missing_table([tables[one] for one in shown])
-    return found + (_rank_table(ranked) if len(groups) > 1 else [])
+    return found
 
 
 def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequence[Published] = ()) -> Table:
@@ -85,177 +173,76 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
         *([Column("published"), Column("difference")] if printed else []),
     ]
     taken = {"seeds", *(one.heading for one in rest)}
-    columns = [
-        METHOD,
-        Column("seeds", 1),
-        *(Column(f"site {one}" if one in taken else one, 3, detail=True) for one in sites),
-        *rest,
-    ]
+    of_sites = [Column(f"site {one}" if one in taken else one, 3, detail=True) for one in sites]
+    columns = [METHOD, Column("seeds", 1), *of_sites, *rest]
 
-    def mean_and_spread_text(of: GroupScores, values: Sequence[float]) -> str:
-        """Return the mean over seeds ± the standard deviation (n - 1 in the denominator) for two seeds or more.
+    def row(of: GroupScores, method: str, name: str) -> list[Cell]:
+        means, expected = of.means(method), of.group.seeds
 
-        A frozen model on the same data has one score, not one per seed.
-        """
-        values = values[:1] if of is pretrained and len(set(map(number_text, values))) == 1 else values
-        return number_text(mean(values)) + (f" ± {number_text(stdev(values))}" if len(values) > 1 else "")
+        def scored(values: Sequence[float]) -> Cell:
+            """Return the mean over seeds ± the standard deviation (n - 1 in the denominator) for two seeds or more."""
+            # a frozen model on the same data has one score, not one per seed
+            different = values[:1] if of is pretrained and len(set(map(number_text, values))) == 1 else values
+            text = number_text(mean(values)) + (f" ± {number_text(stdev(values))}" if len(different) > 1 else "")
+            whole = len(values) == len(expected)
+            return text + (MARK if values and not whole else ""), mean(values) if whole else None
 
-    def row(of: GroupScores, method: str, name: str, rank: float | None = None, beside: float | None = None) -> list[str]:
-        means, whole, expected = of.means(method), of.complete_seeds(method), of.group.expected_seeds(method)
-        mark = MARK if means and not of.is_complete(method) else ""
-        found = [name, f"{len(whole)}/{len(expected)}"]
-        for values in (of.scores_in_column(method, site) for site in sites):
-            found.append(mean_and_spread_text(of, values) + (MARK if values and len(values) < len(expected) else ""))
-        found += [
-            mean_and_spread_text(of, means) + mark,
-            "-" if of is pretrained and "±" not in mean_and_spread_text(of, means) else _interval_text(interval(means)),
-            _interval_text(patients_interval(of, method) if means else None),
+        middle, rank = scored(means), None if of is pretrained else placed.get(method)
+        of_seeds = "-" if of is pretrained and "±" not in middle[0] else _interval_text(interval(means))
+        cells = [
+            (name, None),
+            (f"{len(of.complete_seeds(method))}/{len(expected)}", None),
+            *(scored(of.scores_in_column(method, site)) for site in sites),
+            middle,
+            (of_seeds, None),
+            (_interval_text(patients_interval(of, method) if means else None), None),
+            scored(of.means(method, weighted=True)),
+            ("-", None) if rank is None else (f"{rank:.2f}", rank if scores.lower_is_better else -rank),
         ]
-        by_n = of.means(method, weighted=True)
-        found += [mean_and_spread_text(of, by_n) + (mark if by_n else ""), "-" if rank is None else f"{rank:.2f}"]
-        ours = mean(means)
-        gap = "-" if ours is None or beside is None else difference_text(ours - beside)
-        return found + ([number_text(beside), gap] if printed else [])
+        if printed:
+            ours, theirs = mean(means), None if of is pretrained else against[method]
+            gap = "-" if ours is None or theirs is None else difference_text(ours - theirs)
+            cells += [(number_text(theirs), None), (gap, None)]
+        return cells
 
     models: dict[str, list[str]] = {}
     for (method, _), run in pretrained.group.runs.items():
         if method in pretrained.scored_methods:
             models.setdefault(frozen_model(run), []).append(method)
-    frozen = {max(m, key=lambda one: len(pretrained.complete_seeds(one))): list(dict.fromkeys(m)) for m in models.values()}
-    several = len(frozen) > 1
-    rows = [
-        row(pretrained, m, f"pretrained: {first_names_text(of)}" if several else "pretrained (not adapted)")
-        for m, of in frozen.items()
-    ]
+    rows = []
+    for of in models.values():
+        name = f"pretrained: {first_names_text(list(dict.fromkeys(of)))}" if len(models) > 1 else "pretrained (not adapted)"
+        rows.append(row(pretrained, max(of, key=lambda one: len(pretrained.complete_seeds(one))), name))
     for floor in (one for one in published if one.floor and one.metric == scores.metric):
-        cells = [number_text(floor.value) if one is rest[0] else "-" for one in columns[1:]]
-        rows.append([f"floor: {floor.floor}", *cells])
+        cells = [(number_text(floor.value) if one is rest[0] else "-", None) for one in columns[1:]]
+        rows.append([(f"floor: {floor.floor}", None), *cells])
     above = len(rows)
-    rows += [row(scores, method, method, placed.get(method), against[method]) for method in group.methods]
+    rows += [row(scores, method, method) for method in group.methods]
 
-    of_rows = [*((pretrained, m) for m in frozen), *[None] * (above - len(frozen)), *((scores, m) for m in group.methods)]
-    best = _best_cells(columns, sites, of_rows, above)
-    least = min(placed.values(), default=None)
-    place = next(i for i, column in enumerate(columns) if column in rest and column.heading == "rank")
-    best |= {(i, place) for i, m in enumerate(group.methods, above) if placed.get(m, math.nan) == least}
-    beaten = [one for c, one in enumerate(columns) if (top := [r for r, at in best if at == c]) and max(top) < above]
-    valued = {column.heading for i, column in enumerate(columns) if any(row[i] not in ("-", "") for row in rows)}
-    marked = any(MARK in cell for row in rows for cell in row[1:])
-    in_all, by_site = _scored_sample_lines(scores)
-    of_sites, of_means = (
-        [f"the pretrained model is the best in: {first_names_text(names)}"]
-        if (names := [one.heading for one in beaten if one.detail is detail])
-        else []
-        for detail in (True, False)
-    )
-    steps = unequal_steps(group)[:1]
-    return Table(
-        group.with_group_name(f"{group.heading(scores.metric)}, {scores.stage} model, {group.first.split} split"),
-        columns,
-        rows,
-        [*_score_notes(scores, blocks, printed, marked), *of_sites, *of_means, *by_site, *steps],
-        best,
-        caption=" ".join([_caption(scores, blocks, valued, False), *map(sentence, [*of_means, *in_all, *steps])]),
-        detail_caption=" ".join([_caption(scores, blocks, valued, True), *map(sentence, [*of_sites, *by_site, *steps])]),
-    )
+    best, beaten = set[tuple[int, int]](), []
+    for place, column in enumerate(columns):
+        found = {i: score for i, cells in enumerate(rows) if (score := cells[place][1]) is not None}
+        if sum(i >= above for i in found) > 1:
+            top = number_text((min if scores.lower_is_better else max)(found.values()))
+            equal = [i for i, score in found.items() if number_text(score) == top]
+            best |= {(i, place) for i in equal}
+            beaten += [column.heading] * (max(equal) < above)
+    texts = [[text for text, _ in cells] for cells in rows]
+    marked = any(MARK in text for cells in texts for text in cells[1:])
+    title = group.with_group_name(f"{group.heading(scores.metric)}, {scores.stage} model, {group.first.split} split")
+    frozen_best = only_true({f"the pretrained model is the best in: {first_names_text(beaten)}": beaten})
+    notes = [*_score_notes(scores, blocks, printed, marked), *frozen_best, *_scored_sample_lines(scores)]
+    return Table(title, columns, texts, [*notes, *unequal_steps(group)[:1]], best)
 
 
-def _best_cells(
-    columns: Sequence[Column], sites: Sequence[str], rows: Sequence[tuple[GroupScores, str] | None], above: int
-) -> set[tuple[int, int]]:
-    """Return the cells (row, column) with the best score of their column, among rows that have all seeds.
-
-    `rows`: the scores and the method of each row; None for a row without scores. `above`: number of rows before the first
-    method's row. A column has no best cell if fewer than two methods have all seeds.
-    """
-    found = set[tuple[int, int]]()
-    for index, column in enumerate(columns):
-        if not column.detail and column.heading not in ("mean", "mean by n"):
-            continue
-        whole: dict[int, float] = {}
-        for i, (of, m) in ((i, row) for i, row in enumerate(rows) if row is not None):
-            values = (
-                of.scores_in_column(m, sites[index - 2]) if column.detail else of.means(m, weighted=column.heading != "mean")
-            )
-            if values and len(values) == len(of.group.expected_seeds(m)):
-                whole[i] = math.fsum(values) / len(values)
-        if sum(i >= above for i in whole) > 1:
-            lower = next(row[0].lower_is_better for row in rows if row is not None)
-            top = number_text((min if lower else max)(whole.values()))
-            found |= {(i, index) for i, value in whole.items() if number_text(value) == top}
-    return found
-
-
-def _scored_sample_lines(scores: GroupScores) -> tuple[list[str], list[str]]:
-    """Return a line with the images, volumes, patients or records scored in all, and one by site; [] if not on record."""
-    found = {
-        site: max(int(finite_score(run.score(site, scores.stage, COUNT)) or 0) for run in scores.group.runs.values())
-        for site in scores.sites
-    }
-    if not any(found.values()):
-        return [], []
-    what, total = f"{unit_of(scores.group.first.config.task.model_dump())}s scored: ", sum(found.values())
+def _scored_sample_lines(scores: GroupScores) -> list[str]:
+    """Return a line with the images, volumes, patients or records that each site scored; [] if not on record."""
+    runs = scores.group.runs.values()
+    found = {site: max(int(finite_score(run.score(site, scores.stage, COUNT)) or 0) for run in runs) for site in scores.sites}
     counts = first_names_text([f"{site} {count}" for site, count in found.items()], MOST_SIZES)
-    in_all = f"{what}{total} at {count_with_noun(len(found), 'site')}"
-    return [in_all], [f"{what}{counts}" + (f"; {total} in all" if len(found) > 1 else "")]
-
-
-def _caption(scores: GroupScores, blocks: int, headings_with_values: Set[str], of_sites: bool) -> str:
-    """Return a table's caption for a paper, in whole sentences.
-
-    `headings_with_values`: headings of the columns that have values. `of_sites`: the caption of the table of sites.
-    """
-    group, sites = scores.group, count_with_noun(len(scores.averaged_sites), "site")
-    count, planned = len({seed for _, seed in group.runs}), len(group.seeds)
-    seeds = f"{count} of {planned} seeds" if count < planned else f"{count} seeds" if count > 1 else "one seed"
-    title = group.with_group_name(
-        f"{group.heading(scores.metric)}, of the {scores.stage} model on the {group.first.split} split"
-    )
-    each = "site" if scores.columns == scores.sites else f"at the worst, the median and the best of {sites}"
-    spread = f"the mean over {seeds} ± their standard deviation" if count > 1 else f"of {seeds}"
-    over = f"{sites} and {seeds}, ± the standard deviation over seeds" if count > 1 else f"{sites}, of {seeds}"
-    of_means = {
-        f"{title}.": True,
-        **dict.fromkeys(map(sentence, _model_notes(scores)), True),
-        f"Means are over {over}.": True,
-        "The 95 % intervals over seeds are percentile bootstraps of the mean; few seeds make them too narrow.": "95 % seeds"
-        in headings_with_values,
-        f"The 95 % intervals of the test set join {_describe_bootstrap_unit(scores)} by MOVER; {SEEDS_JOINED}.": "95 % test set"
-        in headings_with_values,
-        "The mean by n weighs sites by the samples that they scored.": "mean by n" in headings_with_values,
-        f"The rank, 1 for the best, is averaged over {count_with_noun(blocks, 'site')}; "
-        "the pretrained model is not ranked.": "rank" in headings_with_values,
-        "The published numbers are the paper's own; the difference is ours minus them.": "published" in headings_with_values,
-    }
-    by_site = {f"{title}, {'by ' * (each == 'site')}{each}.": True, f"Each number is {spread}.": True}
-    always = {
-        f"Sites that only test are in no mean: {', '.join(sorted(scores.test_only))}.": scores.test_only,
-        "The best of a column is bold, the pretrained model included.": len(scores.scored_methods) > 1,
-        f"Of numbers marked {MARK} seeds are missing.": scores.missing,
-    }
-    return " ".join(only_true((by_site if of_sites else of_means) | always))
-
-
-def _model_notes(scores: GroupScores) -> list[str]:
-    """Return a line that defines the table's models, and one with the methods whose global model is each site's own."""
-    alone = [
-        method
-        for method in scores.methods
-        for run in scores.group.runs_of(method)[:1]
-        if run.parameter_counts is not None and not run.parameter_counts[Role.SHARED] and not run.is_pooled
-    ]
-    own = f"{first_names_text(alone)}: nothing is shared, so the global model is each site's own"
-    models = f"{scores.stage}: {MEANT[scores.stage]}; pretrained: {MEANT[Stage.PRETRAINED]}"
-    return [models, *([own] if alone and scores.stage is Stage.GLOBAL else [])]
-
-
-def _describe_bootstrap_unit(scores: GroupScores) -> str:
-    """Return a phrase for the unit that each site's bootstrap resamples.
-
-    Runs do not record whether a site's list names its patients.
-    """
-    unit = unit_of(scores.group.first.config.task.model_dump()).replace("patient", "image")
-    return f"each site's bootstrap over its patients, or over its {unit}s if its list names none,"
+    more = f"; {sum(found.values())} in all" if len(found) > 1 else ""
+    unit = unit_of(scores.group.first.config.task.model_dump())
+    return [f"{unit}s scored: {counts}{more}"] if any(found.values()) else []
 
 
 def _interval_text(ends: Interval | None) -> str:
@@ -264,43 +251,62 @@ def _interval_text(ends: Interval | None) -> str:
 
 
 def _score_notes(scores: GroupScores, blocks: int, printed: bool, marked: bool) -> list[str]:
-    """Return the notes of a table of scores.
+    """Return the notes of a table of scores, which are the sentences of its caption in a paper.
 
     `blocks`: sites in the mean rank; `printed`: the table has published numbers; `marked`: a cell has MARK.
     """
-    seeds, apart = len(scores.group.seeds), "sites on one test split as one, others independent"
+    group, sites = scores.group, count_with_noun(len(scores.averaged_sites), "site")
+    count, planned = len({seed for _, seed in group.runs}), len(group.seeds)
+    seeds = f"{count} of {planned} seeds" if count < planned else f"{count} seeds" if count > 1 else "one seed"
+    over = f"{sites} and {seeds}, ± the standard deviation over seeds" if count > 1 else f"{sites}, of {seeds}"
     if len(scores.sites_by_test_split) == len(scores.averaged_sites):
         apart = "sites independent (too narrow where they share patients)"
     elif len(scores.sites_by_test_split) == 1:
         apart = "all sites on one test split"
-    bootstrap = "percentile bootstrap over seeds; few seeds make it too narrow"
-    too_few = f"95 % seeds needs {FEWEST_SEEDS} seeds: {seeds} here say nothing of how sure a mean is"
-    meaning = scores.group.first.scores.meanings.get(scores.metric.partition("/")[0], "")
-    averaged = count_with_noun(len(scores.averaged_sites), "site")
+    else:
+        apart = "sites on one test split as one, others independent"
+    # runs do not record whether a site's list names its patients
+    unit = unit_of(group.first.config.task.model_dump()).replace("patient", "image")
+    alone = [
+        method
+        for method in scores.methods
+        for run in group.runs_of(method)[:1]
+        if run.parameter_counts is not None and not run.parameter_counts[Role.SHARED] and not run.is_pooled
+    ]
+    meaning = group.first.scores.meanings.get(scores.metric.partition("/")[0], "")
     found = {
         meaning: meaning,
-        **dict.fromkeys(_model_notes(scores), True),
-        f"mean over {averaged}{' ± standard deviation over seeds' if seeds > 1 else ''}; "
-        f"seeds: those with all sites, of {seeds}; mean by n: sites weighted by the samples they scored": True,
+        f"{scores.stage}: {MEANT[scores.stage]}; pretrained: {MEANT[Stage.PRETRAINED]}": True,
+        f"{first_names_text(alone)}: nothing is shared, so the global model is each site's own": (
+            alone and scores.stage is Stage.GLOBAL
+        ),
+        f"means are over {over}; seeds: those with all sites; mean by n: sites weighted by the samples they scored": True,
         f"test only, in no mean, rank or test: {', '.join(sorted(scores.test_only))}": scores.test_only,
         f"no score of this metric at: {first_names_text(scores.unscored_sites)}": scores.unscored_sites,
-        too_few if seeds < FEWEST_SEEDS else f"95 % seeds: {bootstrap}": True,
-        f"95 % test set: from {_describe_bootstrap_unit(scores)} {apart}, by MOVER; {SEEDS_JOINED}": True,
+        "the 95 % intervals over seeds are percentile bootstraps of the mean; few seeds make them too narrow": (
+            planned >= FEWEST_SEEDS
+        ),
+        f"95 % seeds needs {FEWEST_SEEDS} seeds: {planned} here say nothing of how sure a mean is": planned < FEWEST_SEEDS,
+        f"the 95 % intervals of the test set join each site's bootstrap over its patients, or over its {unit}s if its list "
+        f"names none, {apart}, by MOVER; their width is the mean over seeds": any(
+            patients_interval(scores, method) for method in scores.scored_methods
+        ),
         "too many sites for a column each: .csv and .json have them": scores.columns != scores.sites,
         f"rank: 1 is best; averaged over {count_with_noun(blocks, 'site')}; the pretrained model is not ranked": blocks,
-        f"{MARK} seeds are missing, see below": marked,
+        f"numbers marked {MARK} lack seeds, see below": marked,
         f"no such model: {', '.join(scores.without)}": scores.without,
         "published: the paper's own number, not measured here; difference: ours minus it": printed,
+        "bold: the best of a column, the pretrained model included": len(scores.scored_methods) > 1,
     }
     return only_true(found)
 
 
-def _significance_table(scores: GroupScores, test: Test, against: str | None, tables: Mapping[Stage, GroupScores]) -> Table:
+def _significance_table(scores: GroupScores, against: str | None, tables: Mapping[Stage, GroupScores]) -> Table:
     """Return the table of paired tests. Pairs of methods with too few scores for a test have a row too.
 
     `tables`: the scores of all models. A note says if another model has another best method.
     """
-    found = comparisons(scores, test, against)
+    found = comparisons(scores, against)
     columns = [
         METHOD,
         Column("against", 0, False),
@@ -314,12 +320,11 @@ def _significance_table(scores: GroupScores, test: Test, against: str | None, ta
         [c.one, c.other, str(c.pairs), difference_text(c.difference), f"{c.wins}/{c.losses}", p_text(c.p), p_text(c.holm)]
         for c in found[:MOST_TESTS]
     ]
-    name = {"wilcoxon": "Wilcoxon's signed-rank test", "permutation": "paired permutation test"}[test]
     tested, joined = sum(one.p is not None for one in found), len(scores.sites_by_test_split) < len(scores.averaged_sites)
     notes = {
         "pairs are seeds × sites; pairs of one site or seed are alike, so p is too small, and it says nothing of other "
         "patients or sites": tested,
-        f"{name}, two-sided; p Holm: corrected for {count_with_noun(tested, 'test')}": tested,
+        f"Wilcoxon's signed-rank test, two-sided; p Holm: corrected for {count_with_noun(tested, 'test')}": tested,
         "sites on one test split are one pair a seed, their mean; difference: over all sites, as of the scores": joined,
         f"too few: under {FEWEST} pairs no p can be under 0.05, so none is given": tested < len(found),
         f"{len(found) - MOST_TESTS} more with larger p are left out here": len(found) > MOST_TESTS,
@@ -361,27 +366,6 @@ def _missing_table(tables: Sequence[GroupScores]) -> list[Table]:
     return [Table(tables[0].group.with_group_name("Missing, and in no mean"), columns, rows[:MOST_LISTED], notes)]
 
 
-def _rank_table(tables: Sequence[GroupScores]) -> list[Table]:
-    """Return the table of each method's rank per group. The mean rank is there only if all groups rank all methods.
-
-    [] if no method is in two groups.
-    """
-    placed = [ranks(scores)[0] for scores in tables]
-    methods = list(dict.fromkeys(method for one in placed for method in one))
-    if not any(sum(method in one for one in placed) > 1 for method in methods):
-        return []
-    complete = all(
-        len(one) == len(methods) for one in placed
-    )  # a rank among fewer methods cannot be averaged with one among all
-    rows = []
-    for method in methods:
-        cells = [*(one.get(method) for one in placed), mean([one[method] for one in placed]) if complete else None]
-        rows.append([method, *("-" if cell is None else f"{cell:.2f}" for cell in cells)])
-    columns = [METHOD, *(Column(scores.group.name, 2) for scores in tables), Column("mean rank")]
-    notes = ["rank over sites in each group of runs that compare; mean rank: only where all groups rank all methods"]
-    return [Table("Average ranks over data sets", columns, rows, notes)]
-
-
 def records(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """Return a row per run, site, model and metric, with all numbers that tables and tests use. A missing value is None."""
     found = []
@@ -389,8 +373,10 @@ def records(groups: Sequence[Group]) -> list[dict[str, Any]]:
         whole: dict[str, Any] = {
             "bytes": _int_if_whole(run.bytes),
             "steps": _int_if_whole(steps_of([run])[0]),
+            "seconds": run.seconds,
+            "epsilon": run.epsilon,
+            "run": run.name,
         }
-        whole |= {"seconds": run.seconds, "epsilon": run.epsilon, "run": run.name}
         metrics = dict.fromkeys([run.metric, *run.scores.leading, *run.scores.beside])
         for site, stage, metric in ((site, stage, m) for site in sorted(run.sites) for stage in Stage for m in metrics):
             if (value := run.score(site, stage, metric)) is not None:
@@ -411,7 +397,7 @@ def records(groups: Sequence[Group]) -> list[dict[str, Any]]:
 
 def _int_if_whole(value: float | None) -> float | None:
     """Return a value as an int if it is a whole number."""
-    return value if finite_score(value) is None or not float(value or 0).is_integer() else int(value or 0)
+    return int(value) if value is not None and float(value).is_integer() else value
 
 
 def as_csv(groups: Sequence[Group]) -> str:

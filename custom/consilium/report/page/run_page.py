@@ -11,11 +11,10 @@ from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, TRAIN_LOSS, TRAIN_MEMORY, TRAIN_SECONDS, TRAIN_STEPS, Stage
 from consilium.core.sanitize import count_with_noun, first_names_text, shown
-from consilium.privacy.accounting.composition import VOID
-from consilium.privacy.ledger.audit_log import FILE, read_with_epsilon
-from consilium.privacy.ledger.ledger import Ledger, summary
+from consilium.privacy.accounting import VOID
+from consilium.privacy.audit_log import FILE, read_with_epsilon
+from consilium.privacy.ledger import Ledger, summary
 from consilium.report.audit_tables import message_and_tensor_tables
-from consilium.report.best_worst_cases import CASES
 from consilium.report.compare import PAGE
 from consilium.report.compare.comparability import Group
 from consilium.report.compare.figures import COLOURS, PLOTS
@@ -25,6 +24,7 @@ from consilium.report.figures import ROUNDS
 from consilium.report.live_view import early_stop_text, refusal_time_text
 from consilium.report.page.html import NONE, Statement, inline_svg, page_figure_style, plan_statement, privacy_statement, render
 from consilium.report.page.site_section import curve_figure as draw_curves, read_cases, score_intervals_figure, site_section
+from consilium.report.predictions import CASES
 from consilium.report.results_table import (
     VALUES,
     confusion_tables,
@@ -45,7 +45,6 @@ from consilium.report.untrusted_files import (
     round_timestamps,
     subfolders,
 )
-from consilium.strategies.strategy import Role
 
 MOST_SITES, MOST_REFUSALS = 24, 200
 """Sites with pictures on a page, and refusals that are listed, at most. The others are counted."""
@@ -102,7 +101,8 @@ def run_page(record: RunRecord, back: str = "") -> str:
         "sites": [site_section(f"site{i}", place.name, place, one) for i, (place, one) in enumerate(own[:MOST_SITES])],
         "units": own[0][1].unit if own else "",
         "left_out": [f"{what}: {first_names_text(sites, 20)}" for what, sites in left_out.items() if sites],
-        "parameters": _parameters_sentence(record),
+        "pooled": record.is_pooled,
+        "parameters": record.parameter_counts,
         "times": _time_facts(record),
         "training": _training_table(record),
         "refusals": refusals[:MOST_REFUSALS],
@@ -113,14 +113,8 @@ def run_page(record: RunRecord, back: str = "") -> str:
         "hashes": [("the job's digest", config.digest), *plain_file_hashes(record.folder, HASHED)],
         "job": (read_plain(record.folder / "job.yaml", MOST_JOB) or b"(too large to show)").decode(errors="replace"),
     }
-    sections = [
-        "result",
-        "curves",
-        "training",
-        "privacy",
-        "versions",
-        *(["crossed"] * (crossed is not None) + ["confusion"] * bool(confused) + ["sites"] * bool(read)),
-    ]
+    there = {"crossed": crossed is not None, "confusion": confused, "sites": read}
+    sections = ["result", "curves", "training", "privacy", "versions", *only_true(there)]
     model = f"{config.model.name} {getattr(config.model, 'variant', '')}".strip()
     counts = f"{count_with_noun(len(record.sites), 'site')}, {count_with_noun(config.training.rounds, 'round')}"
     lead = f"{config.strategy.name}, {model}, {config.adapter.kind}; {config.task.name}, {counts}"
@@ -164,67 +158,46 @@ def _training_table(record: RunRecord) -> Table | None:
 
     Columns without known values are left out. None if no site took part.
     """
-    counts = {event: Counter[str]() for event in ("started", "concluded")}
-    for line in record.lines_of(*counts):
-        counts[line["event"]].update(line["sites"])
-    refused, answers, rows = (
-        Counter(line["site"] for line in record.lines_of("refused")),
-        dict[str, list[Any]](),
-        list[list[str]](),
+    asked, counted = (
+        Counter(site for line in record.lines_of(event) for site in line["sites"]) for event in ("started", "concluded")
     )
+    refused = Counter(line["site"] for line in record.lines_of("refused"))
+    answers: dict[str, list[Mapping[str, float]]] = {}
     for line in record.lines_of("result"):
         answers.setdefault(line["site"], []).append(line["metrics"])
-    sums = Counter[str]()
-    for site in sorted({*record.sites, *counts["started"], *refused, *answers}):
-        asked, found = counts["started"][site], answers.get(site, [])
-        numbers = (asked, len(found), max(asked - len(found), 0), counts["concluded"][site], refused[site])
-        up, down = ([one.get(name, 0.0) for one in found] for name in (BYTES_UP, BYTES_DOWN))
+    rows, sent, received = list[dict[str, str]](), 0.0, 0.0
+    for site in sorted({*record.sites, *asked, *refused, *answers}):
+        found = answers.get(site, [])
+        numbers = ([one.get(name, 0.0) for one in found] for name in (BYTES_UP, BYTES_DOWN, TRAIN_STEPS, TRAIN_MEMORY))
+        up, down, steps, memory = numbers
         seconds = [one[TRAIN_SECONDS] for one in found if TRAIN_SECONDS in one]
-        row = [
-            site,
-            *map(str, numbers),
-            f"{sum(one.get(TRAIN_STEPS, 0.0) for one in found):,.0f}",
-            *map(size_text, (sum(up), sum(down), max(up, default=0.0))),
-            *([duration_text(sum(seconds)), duration_text(statistics.median(seconds))] if seconds else ["-", "-"]),
-        ]
-        rows.append([*row, size_text(max((one.get(TRAIN_MEMORY, 0.0) for one in found), default=0.0)) if found else "-"])
-        sums.update({"answered": len(found), "sent": sum(up), "received": sum(down)})
-    heads = [
-        "site",
-        "asked",
-        "answered",
-        "absent",
-        "in the mean",
-        "refused",
-        "steps",
-        "sent",
-        "received",
-        "largest update",
-        "time",
-        "a round, median",
-        "GPU memory, most",
-    ]
-    total = [size_text(sums[head]) if head in ("sent", "received") else "" for head in heads]
-    total[0], total[2] = "all sites", str(sums["answered"])
-    unknown = {head for i, head in enumerate(heads) if all(row[i] in ("-", "0 B", *["0"] * (head == "steps")) for row in rows)}
-    places = [i for i, head in enumerate(heads) if head not in unknown]
-    table = [[row[i] for i in places] for row in [*rows, total]]
+        rows.append(
+            {
+                "site": site,
+                "asked": str(asked[site]),
+                "answered": str(len(found)),
+                "absent": str(max(asked[site] - len(found), 0)),
+                "in the mean": str(counted[site]),
+                "refused": str(refused[site]),
+                "steps": f"{sum(steps):,.0f}" if any(steps) else "-",
+                "sent": size_text(sum(up)),
+                "received": size_text(sum(down)),
+                "largest update": size_text(max(up, default=0.0)),
+                "time": duration_text(sum(seconds)) if seconds else "-",
+                "a round, median": duration_text(statistics.median(seconds)) if seconds else "-",
+                "GPU memory, most": size_text(max(memory, default=0.0)) if found else "-",
+            }
+        )
+        sent, received = sent + sum(up), received + sum(down)
+    if not rows:
+        return None
+    heads = [head for head in rows[0] if any(row[head] not in ("-", "0 B") for row in rows)]
+    sums = {"site": "all sites", "answered": str(sum(map(len, answers.values())))}
+    sums |= {"sent": size_text(sent), "received": size_text(received)}
     phases = max(record.config.strategy.traits.phases)
     notes = [f"asked: once in each phase; a round of {record.config.strategy.name} has up to {phases} phases"] * (phases > 1)
-    return (
-        Table("Training at the sites", columns(*(heads[i] for i in places)), table, notes, sums={len(rows)}) if rows else None
-    )
-
-
-def _parameters_sentence(record: RunRecord) -> str:
-    """Return a sentence on how many of the adapter's parameters are communicated; "" if it is not on record."""
-    if record.is_pooled:
-        return "The sites' data were pooled: nothing was sent, and the run is a reference, no federation."
-    if (found := record.parameter_counts) is None:
-        return ""
-    shared, local, frozen = (found[role] for role in (Role.SHARED, Role.LOCAL, Role.FROZEN))
-    rest = [f", {local:,} stay at their site"] * bool(local) + [f", {frozen:,} do not train"] * bool(frozen)
-    return f"{shared:,} of the adapter's parameters are sent{''.join(rest)}."
+    table = [[row.get(head, "") for head in heads] for row in [*rows, sums]]
+    return Table("Training at the sites", columns(*heads), table, notes, sums={len(rows)})
 
 
 def _time_facts(record: RunRecord) -> list[tuple[str, str]]:
@@ -300,25 +273,12 @@ def ledger_table(path: Path | None) -> tuple[Table | None, str]:
     rows = []
     for one in entries:
         spent = [one["epsilon"][unit]["1e-05"] for unit in ("record", "patient", "site")]
-        row = [
-            one["dataset"],
-            ", ".join(one["jobs"]),
-            str(one["releases"]),
-            f"{one['void']}: {VOID}" if one["void"] else "0",
-            one["adjacency"],
-            ", ".join(one["trust"]),
-        ]
+        void = f"{one['void']}: {VOID}" if one["void"] else "0"
+        row = [one["dataset"], ", ".join(one["jobs"]), str(one["releases"]), void, one["adjacency"], ", ".join(one["trust"])]
         rows.append([*row, *(NO_BOUND if as_finite_float(value) is None else f"{value:.4g}" for value in spent)])
-    heads = [
-        "data set",
-        "jobs",
-        "releases",
-        "void rows",
-        "adjacency",
-        "trust",
-        *(f"epsilon of {unit}" for unit in ("a record", "a patient", "the site")),
-    ]
-    return Table("Privacy spent by all jobs together, at delta 1e-05", columns(*heads), rows), ""
+    units = (f"epsilon of {unit}" for unit in ("a record", "a patient", "the site"))
+    heads = columns("data set", "jobs", "releases", "void rows", "adjacency", "trust", *units)
+    return Table("Privacy spent by all jobs together, at delta 1e-05", heads, rows), ""
 
 
 # site page -------------------------------------------------------------------------------------------------------------
@@ -405,7 +365,6 @@ SHOWS = {
     "along": "Scores along the study's axis",
     "sites": "Scores by method and site",
     "bytes": "Scores against bytes sent and received",
-    "epsilon": "Scores against epsilon",
 }
 
 

@@ -19,12 +19,11 @@ from pydantic import BaseModel, Field, ValidationError
 
 from consilium.core.messages import MetricKey, Stage
 from consilium.core.sanitize import shown
-from consilium.report.best_worst_cases import CASES, FOLDER, PICTURE, QUALITY, REFERENCE, case_file_name
 from consilium.report.figures import ROUNDS
 from consilium.report.page.html import INK, PAPER, SERIES, SOFT, data_url, inline_svg, page_figure_style
-from consilium.report.predictions import colours
+from consilium.report.predictions import CASES, FOLDER, PICTURE, QUALITY, REFERENCE, case_file_name, colours
 from consilium.report.run_record import Curve, Results, finite_score, split_of, unit_of
-from consilium.report.tables import Table, columns, number_text, shorten_names
+from consilium.report.tables import shorten_names
 from consilium.report.untrusted_files import Number, is_folder, read_plain
 from consilium.tasks.registry import HIGH, LOW, Scores, task_scores
 
@@ -240,11 +239,6 @@ def read_cases(folder: Path) -> Cases | None:
 
 def site_section(name: str, site: str, folder: Path, cases: Cases) -> dict[str, Any]:
     """Return a site's scores and cases as values for the template. `name`: a prefix of its figures' ids."""
-    rows = []
-    for stage, values in cases.known_values.items():
-        ends = np.quantile(values, [0, 0.25, 0.5, 0.75, 1]).tolist()
-        rows.append([str(stage), str(len(values)), *map(number_text, ends)])
-    heads = columns("model", f"{cases.unit}s", "lowest", "first quarter", "median", "third quarter", "highest")
     shown = []
     for case in cases.cases:
         there = {s: v for s, values in cases.values.items() if (v := finite_score(values[case.unit])) is not None}
@@ -258,7 +252,6 @@ def site_section(name: str, site: str, folder: Path, cases: Cases) -> dict[str, 
         "cases": shown,
         "key": [(one, "#{:02x}{:02x}{:02x}".format(*colour)) for one, colour in key],
         "distribution": distribution_figure(name, cases.known_values, cases.score_heading, cases.unit, site),
-        "spread": Table(f"{cases.score_heading}, of each {cases.unit}, {site}", heads, rows) if rows else None,
     }
 
 

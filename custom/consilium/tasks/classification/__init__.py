@@ -1,6 +1,7 @@
 """The classification task: settings, metric names and registration. One class per image or text, scored by accuracy."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -9,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from consilium.core.lazy import lazy
 from consilium.core.schema import MOST_CLASSES, ClassName, Section, check_unique
 from consilium.data.check_report import Findings
-from consilium.data.datalist import DataList
+from consilium.data.datalist import DataList, read_datalist
 from consilium.data.settings import PictureSettings
 from consilium.data.text import has_texts, read_texts
 from consilium.tasks import picture_lists
@@ -114,7 +115,7 @@ FORMER = {"scores": {"f1": "present"}}
 _TASK = "consilium.tasks.classification.task"
 _check_texts = lazy("consilium.data.check:check_texts")
 _class_index = lazy(f"{_TASK}:class_index")
-_pictures, _usable_pictures = picture_lists.strict_reader(classes=True), picture_lists.usable_reader(classes=True)
+_pictures, _usable_pictures = partial(read_datalist, labels_are_classes=True), picture_lists.usable_reader(classes=True)
 
 
 def _is_texts(path: Path) -> bool:

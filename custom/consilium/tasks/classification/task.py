@@ -19,10 +19,11 @@ from consilium.data.images import BLACK, Colour, Sample, augment, read_picture
 from consilium.data.settings import DEFAULTS, PictureSettings, reading_key
 from consilium.data.text import Text
 from consilium.models.registry import ModelConfig
+from consilium.models.text_encoder import PAD
 from consilium.tasks.base import Answered, Batch, Classified, SampledTask, UnitScores, evaluating
 from consilium.tasks.bootstrap import bootstrap_unit, intervals, number_groups, sum_by_group
 from consilium.tasks.classification import ClassificationConfig, F1Classes
-from consilium.tasks.classification.text_samples import TextSamples, pad_texts, require_kind, text_or_blank
+from consilium.tasks.classification.text_samples import TextSamples, require_kind, text_or_blank
 from consilium.tasks.registry import COUNT
 
 EXAMPLES = 6
@@ -163,7 +164,9 @@ class ClassificationTask(SampledTask):
             return {}
         labels = torch.tensor([self._labels[split][index] for index, _ in samples])
         rows = [sample[self._key] for _, sample in samples]
-        return {self._key: torch.stack(rows) if self._key == "image" else pad_texts(rows), "label": labels}
+        pictures = self._key == "image"
+        together = torch.stack(rows) if pictures else nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
+        return {self._key: together, "label": labels}
 
     def _without_augmentation(self, index: int, raw: Any) -> Sample:
         """Return a sample without augmentation; an image as float32."""

@@ -7,21 +7,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
 
 from consilium.core.errors import CheckpointError, DataError
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.images import Sample
 from consilium.data.text import Text
-from consilium.models.text_encoder import PAD
 from consilium.models.untrusted_tokenizer import replace_tokenizer_errors
 
 T = TypeVar("T")
-
-
-def holds_texts(data: DataList) -> bool:
-    """Return whether a list has texts. An empty list has none."""
-    return any(isinstance(item, Text) for items in data.splits.values() for item in items)
 
 
 class TextSamples:
@@ -79,13 +72,8 @@ def text_or_blank(text: Text) -> str:
     return text.prompt_without_template or " "
 
 
-def pad_texts(rows: Sequence[Tensor]) -> Tensor:
-    """Return token ids (N, T), padded with PAD on the right."""
-    return nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=PAD)
-
-
 def require_kind(data: DataList, reads_texts: bool, model: str) -> None:
     """Raise DataError if the list has pictures and the model reads texts, or the reverse."""
-    if any(data.splits.values()) and holds_texts(data) != reads_texts:
+    if any(isinstance(item, Text) != reads_texts for items in data.splits.values() for item in items):
         found, wanted = ("pictures", "a folder with training.jsonl") if reads_texts else ("texts", "a list of pictures")
         raise DataError(f"{Path(data.path)}: holds {found}, which model.name {model!r} does not read; give {wanted}")

@@ -9,9 +9,10 @@ from consilium.core.lazy import lazy
 from consilium.core.schema import MOST_CLASSES, check_unique
 from consilium.data.check_report import Findings
 from consilium.data.text import read_texts
-from consilium.tasks.language.text_scores import NAMES
 from consilium.tasks.registry import Change, Scores, TaskConfig, TaskKind, uncertainty_names
 
+NAMES = ("rouge_l", "bleu", "meteor", "nist", "cider")
+"""The scores of generated texts, see text_scores.py."""
 WRITTEN: dict[str, tuple[str, ...]] = {
     "loss": (), "options": ("accuracy", "accuracy_norm"), "label": ("accuracy",), "exact": ("exact",), "generation": NAMES,
     "teacher_forced": (*NAMES, "token_accuracy"),
@@ -122,12 +123,6 @@ class LanguageConfig(TaskConfig):
                 "task.packed: true puts several records into a row, where no gradient is one record's; use false with "
                 "privacy.unit record"
             )
-
-    def warnings(self) -> tuple[str, ...]:
-        """See TaskConfig."""
-        if not self.labels or self.evaluate in ("label", "options"):
-            return ()
-        return (f"task.labels is not read where task.evaluate is {self.evaluate}; use options or label to score by it",)
 
     @field_validator("labels")
     @classmethod

@@ -1,4 +1,4 @@
-"""Finds labels and final answers in generated texts.
+"""Finds labels and final answers in generated texts, and decides whether they are right.
 
 `final_answer` accepts many spellings. `gsm8k_answer` and `metamath_answer` are the rules of two published evaluations, which
 accept fewer. Comparisons with published tables need these.
@@ -6,8 +6,12 @@ accept fewer. Comparisons with published tables need these.
 
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from fractions import Fraction
+
+from consilium.core.errors import UnfitError
+from consilium.data.text import Text
+from consilium.tasks.language import LanguageConfig
 
 MOST = 2**15
 """The most characters of an answer or a reference that are read. A record may have a million, and some patterns are slow."""
@@ -228,3 +232,55 @@ def _lowest_terms(match: re.Match[str]) -> str:
         value = Fraction(match["decimal"].replace(",", ""))
     value *= _SCALES.get((match["scale"] or "").lower(), 1)
     return str(-value if (match["sign"] or "").startswith("-") else value)
+
+
+# judging -----------------------------------------------------------------------------------------------------------------
+
+Reader = Callable[[str], str | None]
+READERS: Mapping[str, tuple[Reader, Reader, Reader]] = {
+    "any": (final_answer, final_answer, canonical_answer),
+    "gsm8k": (gsm8k_answer, gsm8k_answer, lambda alone: gsm8k_answer(f"#### {alone}")),
+    "metamath": (metamath_answer, metamath_reference, lambda alone: metamath_answer(f"The answer is: {alone}")),
+}
+"""By `task.extraction`: the functions that read the answer of a generated text, of a reference, and of a bare answer."""
+
+
+def right_answers(text: Text, config: LanguageConfig) -> frozenset[str]:
+    """Return a record's right labels or final answers; an empty set for evaluations without them.
+
+    Raises UnfitError if the record has no right answer, or if its options are fewer than two or repeat.
+    """
+    if config.evaluate in ("label", "options"):
+        given = (text.final_answer,) if text.final_answer else text.outputs
+        found, known = [_label_or_answer(one, text, config) for one in given], text.labels or config.labels
+        if config.evaluate == "options" and text.labels and (len(known) < 2 or len({*known}) < len(known)):
+            raise UnfitError(
+                f"{text.name}: labels: {', '.join(known)[:80]!r}: expected at least two options, each once; an answer is "
+                "chosen among them"
+            )
+        remedy = "give one there, or change the record's labels" if text.labels else "set task.labels"
+        field = "final_answer" if text.final_answer else "output"
+        what = f"{field} has none of the labels ({', '.join(known) or 'none given'}); {remedy}"
+    elif config.evaluate == "exact":
+        _, read, read_alone = READERS[config.extraction]
+        found = [read_alone(text.final_answer)] if text.final_answer else [read(one) for one in text.outputs]
+        what = "has no final answer; add final_answer, or a number behind ####"
+    else:
+        return frozenset()
+    if right := frozenset(one for one in found if one is not None):
+        return right
+    raise UnfitError(f"{text.name}: {what}")
+
+
+def judge_answers(
+    written: Sequence[str], texts: Sequence[Text], truths: Sequence[Set[str]], config: LanguageConfig
+) -> list[float]:
+    """Return 1 for each right answer, 0 for others. A record without a true answer has no right answer."""
+    said = [_label_or_answer(one, text, config) for one, text in zip(written, texts, strict=True)]
+    return [float(one in true) for one, true in zip(said, truths, strict=True)]
+
+
+def _label_or_answer(written: str, text: Text, config: LanguageConfig) -> str | None:
+    if config.evaluate == "exact":
+        return READERS[config.extraction][0](written)
+    return answer_label(written, text.labels or config.labels)

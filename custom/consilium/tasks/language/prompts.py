@@ -4,14 +4,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
 from consilium.data.text import WITH_INPUT, WITHOUT_INPUT, Text
-from consilium.tasks.language.templates import TemplateFailure, render_template, render_with_marks
+from consilium.tasks.language.templates import TemplateFailure, render
 
 PAPER_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
@@ -62,7 +62,8 @@ class Prompt:
                 f"{text.name}: a conversation of several turns, where task.prompt {self.form[:40]!r} asks one question; use "
                 "task.prompt: chat"
             )
-        found = fill_template(_form(self.form, bool(context)), question, context)
+        with_input, without = FORMS.get(self.form, (self.form, self.form))
+        found = fill_template(with_input if context else without, question, context)
         return found._replace(before=f"{text.system}\n\n{found.before}") if text.system else found
 
     def conversation_parts(self, text: Text) -> list[tuple[str, bool]]:
@@ -83,10 +84,7 @@ class Prompt:
 
     def _parts_by_marks(self, turns: Sequence[Mapping[str, str]]) -> list[tuple[str, bool]]:
         """Return the parts (text, learned) of a conversation by the template's marks."""
-        try:
-            said, spans = render_with_marks(self._template, turns, self._values(asks=False))
-        except TemplateFailure as error:
-            raise _chat_error(f"the tokenizer's template fails for a record ({error.kind})") from None
+        said, spans = self._render_record(turns, asks=False, marks=True)
         parts, at = list[tuple[str, bool]](), 0
         for begin, end in spans:
             if begin > at or not parts:
@@ -107,7 +105,7 @@ class Prompt:
         marks = [f"{here}{number}{here}" for number in range(len(answers))]
         names = iter(marks)
         shown_turns = [turn | {"content": next(names)} if turn["role"] == "assistant" else turn for turn in map(dict, turns)]
-        rest, parts = self._render_record(shown_turns, asks=False), list[tuple[str, bool]]()
+        (rest, _), parts = self._render_record(shown_turns, asks=False), list[tuple[str, bool]]()
         for number, mark in enumerate(marks):
             before, found, rest = rest.partition(mark)
             if not found or mark in rest:
@@ -137,7 +135,7 @@ class Prompt:
     def takes_system(self) -> bool:
         """Whether the chat template includes a system prompt in its text."""
         try:
-            return PROBE in self._render([{"role": "system", "content": PROBE}, {"role": "user", "content": "?"}])
+            return PROBE in self._render([{"role": "system", "content": PROBE}, {"role": "user", "content": "?"}])[0]
         except TemplateFailure:
             return False
 
@@ -151,7 +149,7 @@ class Prompt:
         lead, _ = self._text_around_answer
 
         def render_message(message: str) -> str:
-            return self._render_record([*earlier, {"role": "user", "content": message}]) + lead
+            return self._render_record([*earlier, {"role": "user", "content": message}])[0] + lead
 
         said, here = (
             render_message(_message(question, context)),
@@ -204,29 +202,34 @@ class Prompt:
         _, before = self._text_around_answer, self._render_turn("?")
         if not self.takes_system:
             return ""
-        given = self._render([{"role": "system", "content": PROBE}, {"role": "user", "content": "?"}])
+        given, _ = self._render([{"role": "system", "content": PROBE}, {"role": "user", "content": "?"}])
         lead, _, rest = given.partition(PROBE)
         if not (before.startswith(lead) and before.endswith(rest)):
             return ""
         return before[len(lead) : len(before) - len(rest)].strip()
 
-    def _render_record(self, turns: Sequence[Mapping[str, str]], asks: bool = True) -> str:
-        """Return the rendered text of a record's turns.
+    def _render_record(
+        self, turns: Sequence[Mapping[str, str]], asks: bool = True, marks: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the rendered text of a record's turns, and its marked parts.
 
         Raises ConfigError without the template's own message, which may quote the record.
         """
         try:
-            return self._render(turns, asks)
+            return self._render(turns, asks, marks)
         except TemplateFailure as error:
             raise _chat_error(f"the tokenizer's template fails for a record ({error.kind})") from None
 
     def _render_turn(self, message: str, answer: str | None = None) -> str:
         turns = [{"role": "user", "content": message}, *([] if answer is None else [{"role": "assistant", "content": answer}])]
-        return self._render(turns, asks=answer is None)
+        return self._render(turns, asks=answer is None)[0]
 
-    def _render(self, turns: Sequence[Mapping[str, str]], asks: bool = True) -> str:
-        """Return the rendered text of some turns, with the beginning of an answer if `asks`."""
-        return render_template(self._template, turns, self._values(asks))
+    def _render(
+        self, turns: Sequence[Mapping[str, str]], asks: bool = True, marks: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the rendered text of some turns, with the beginning of an answer if `asks`, and its marked parts."""
+        values = {**self.tokenizer.special_tokens_map, "add_generation_prompt": asks}
+        return render(self._template, turns, values, marks)
 
     @cached_property
     def _template(self) -> str:
@@ -234,9 +237,6 @@ class Prompt:
             return CLOCK + self.tokenizer.get_chat_template()
         except (TypeError, ValueError) as error:  # the tokenizer has several templates and no default
             raise _chat_error(f"the tokenizer has no template to take: {shown(' '.join(str(error).split()), 200)}") from None
-
-    def _values(self, asks: bool) -> dict[str, Any]:
-        return {**self.tokenizer.special_tokens_map, "add_generation_prompt": asks}
 
 
 def _common_prefix_length(behind: str, ending: str, names: Iterable[str]) -> int:
@@ -278,11 +278,6 @@ def fill_template(template: str, instruction: str, input_text: str) -> Parts:
     before, field, after = template.partition("{input}")
     before, after = (part.replace("{instruction}", instruction) for part in (before, after))
     return Parts(before, input_text, after) if field else Parts(before, "", "")
-
-
-def _form(form: str, has_input: bool) -> str:
-    with_input, without = FORMS.get(form, (form, form))
-    return with_input if has_input else without
 
 
 def _message(question: str, context: str) -> str:

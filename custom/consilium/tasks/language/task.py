@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -18,14 +18,31 @@ from consilium.models.transformers_folder import max_prompt_tokens
 from consilium.tasks.base import Answered, Batch, UnitScores, evaluating
 from consilium.tasks.bootstrap import intervals_of_means
 from consilium.tasks.language import ASKS, CUT, CUT_ASKED, WRITTEN, LanguageConfig, text_scores
-from consilium.tasks.language.correctness import judge_answers, right_answers
-from consilium.tasks.language.losses import Row, learned_positions, log_likelihoods, losses_at, reward_margins, scatter_losses
-from consilium.tasks.language.packing import group_by_length, packed_losses
+from consilium.tasks.language.answers import judge_answers, right_answers
+from consilium.tasks.language.losses import (
+    Row,
+    group_by_length,
+    learned_positions,
+    log_likelihoods,
+    losses_at,
+    packed_losses,
+    reward_margins,
+    scatter_losses,
+)
 from consilium.tasks.language.tokens import IGNORED, Encoded, Encoder
 from consilium.tasks.registry import COUNT
 
 CAUSAL = ("llama", "mistral", "qwen2", "qwen3")
 """Architectures (`model_type`) whose tokens attend neither to later tokens nor to padding."""
+BATCHED = frozenset(
+    {
+        *CAUSAL, "apertus", "bloom", "cohere", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "gpt_neox", "gptj",
+        "granite", "llava", "ministral", "mpt", "olmo", "olmo2", "opt", "paligemma", "phi", "phi3", "qwen2_5_vl", "qwen2_vl",
+        "qwen3_vl", "smollm3", "stablelm", "starcoder2",
+    }
+)  # fmt: skip
+"""Architectures whose answers do not depend on their batch. Others answer one prompt at a time: a recurrent model may read the
+padding or mix rows, and the decoder of an encoder-decoder model may count the padding."""
 
 
 class LanguageTask:
@@ -37,7 +54,7 @@ class LanguageTask:
     - `evaluate: options` adds "accuracy" and "accuracy_norm", see _score_options.
     - `label` adds "accuracy": how often the label in the greedy answer is that of a reference (no label counts as wrong).
     - `exact` adds "exact": how often final answers agree.
-    - `generation` adds text_scores.NAMES; so does `teacher_forced`, without generated answers, see _teacher_forced.
+    - `generation` adds NAMES; so does `teacher_forced`, without generated answers, see _teacher_forced.
     - CUT and CUT_ASKED: the shares of records that were shortened.
 
     Exact, generation and teacher_forced are scored in the final evaluation only, which also adds the number of scored records
@@ -47,9 +64,9 @@ class LanguageTask:
 
     def __init__(self, data: DataList, tokenizer: PreTrainedTokenizerBase, max_length: int, config: LanguageConfig) -> None:
         self.config, self.kind = config, config.evaluate
+        self._compares = config.learn == "preference"
         self.num_samples, self.ignores_unfit = len(data.splits["training"]), data.loading.ignore_unfit
         self.scored: UnitScores | None = None
-        self._batch_dependent: bool | None = None
         self._cut_asked = 0  # how many prompts were shortened in the last generation of answers
         self._encoder = self._encoder_of(tokenizer, max_length)
         written = {split: [self._encode_record(text) for text in data.splits[split]] for split in SPLITS}
@@ -88,6 +105,11 @@ class LanguageTask:
         In a list that ignores unfit samples a record that cannot be tokenized, or is of the other kind, becomes empty.
         If the site failed instead, a malicious tokenizer that rejects certain words would reveal which sites hold them.
         """
+
+        def encoded(one: Text) -> list[Encoded]:
+            worse = [replace(one, outputs=(one.rejected,))] if self._compares else []
+            return [self._encoder.encode_record(answer) for answer in (one, *worse)]
+
         try:
             where = f"where task.learn is {self.config.learn}"
             if self._compares and not text.rejected:
@@ -99,22 +121,12 @@ class LanguageTask:
                     f"{text.name}: a record with a rejected answer, {where}; use learn: preference, or write one answer per "
                     "record"
                 )
-            return text, *self._encoded(text)
+            return text, *encoded(text)
         except (UnfitError, CheckpointError):
             if not self.ignores_unfit:
                 raise
         empty = replace(text, instruction="", input="", outputs=("",), final_answer=None, rejected="", history=(), system="")
-        return empty, *self._encoded(empty)
-
-    def _encoded(self, text: Text) -> list[Encoded]:
-        """Return a record's tokens and, for preferences, those of its rejected answer."""
-        worse = [replace(text, outputs=(text.rejected,))] if self._compares else []
-        return [self._encoder.encode_record(one) for one in (text, *worse)]
-
-    @property
-    def _compares(self) -> bool:
-        """Whether the task compares two answers per record (learn: preference)."""
-        return self.config.learn == "preference"
+        return empty, *encoded(empty)
 
     def has(self, split: str) -> bool:
         """Return whether the split has any sample."""
@@ -149,7 +161,7 @@ class LanguageTask:
         return mean_loss(model, batch, self.config.packed)
 
     def batch_order(self, order: list[int], size: int) -> list[int]:
-        """Return an epoch's order, for batches of `size`; by similar length if the job sets `bucketed`. See packing.py."""
+        """Return an epoch's order, for batches of `size`; by similar length if the job sets `bucketed`. See losses.py."""
         return (
             group_by_length(order, [len(pair.ids) for pair in self._pairs["training"]], size) if self.config.bucketed else order
         )
@@ -172,12 +184,10 @@ class LanguageTask:
             **({name: number / len(self._pairs[split]) for name, number in cut.items()} | whole),
             **{name: sum(values) / len(values) for name, values in each.items()},
         }
-        return found | (self._count_and_intervals(split, {"loss": losses} | each) if full else {})
-
-    def _count_and_intervals(self, split: str, each: Mapping[str, Sequence[float]]) -> dict[str, float]:
-        """Return the number of scored records, and 95 % intervals of their mean scores by a bootstrap over patients."""
+        if not full:
+            return found
         whose = [text.patient or text.name for text in self.data.splits[split]]
-        return {COUNT: float(len(whose))} | intervals_of_means(each, whose)
+        return found | {COUNT: float(len(whose))} | intervals_of_means({"loss": losses} | each, whose)
 
     def _answer_scores(
         self, model: nn.Module, split: str, batch_size: int, full: bool
@@ -245,29 +255,12 @@ class LanguageTask:
         most, encoder, numbers = self.config.max_new_tokens, self._encoder, range(len(texts)) if indices is None else indices
         greedy = GenerationConfig(do_sample=False, max_new_tokens=most, eos_token_id=encoder.ends, pad_token_id=encoder.pad)
 
-        def prompt_batch(part: Sequence[int]) -> Batch:
-            return inputs_of(model, self._collate_prompts(split, [numbers[i] for i in part], [rows[i] for i in part]))
-
-        size = 1 if batch_size > 1 and self._must_answer_singly(model, rows, prompt_batch) else batch_size
-        for part in _parts(range(len(rows)), size):
-            inputs = prompt_batch(part)
+        for part in _parts(range(len(rows)), batch_size if _architecture(model) in BATCHED else 1):
+            batch = self._collate_prompts(split, [numbers[i] for i in part], [rows[i] for i in part])
+            inputs = inputs_of(model, batch)
             written = cast(Any, model).generate(**inputs, generation_config=greedy)[:, inputs["input_ids"].shape[1] :]
             answers += [self._encoder.decode(row) for row in written.tolist()]
         return answers
-
-    def _must_answer_singly(self, model: nn.Module, rows: Sequence[list[int]], given: Callable[[Sequence[int]], Batch]) -> bool:
-        """Return whether prompts must be answered one by one, because answers depend on their batch. This is tried once.
-
-        A recurrent model may read the padding or mix rows, and the decoder of an encoder-decoder model may count the padding.
-        """
-        if self._batch_dependent is None and _is_causal(model):
-            self._batch_dependent = False
-        if self._batch_dependent is None and len(rows) > 1:
-            order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-            found = depends_on_batch(model, given(order[:1]), given([order[0], order[-1]]), self._encoder.pad)
-            padded = len(rows[order[0]]) < len(rows[order[-1]])
-            self._batch_dependent = found or (False if padded else None)  # a trial without padding proves nothing about padding
-        return bool(self._batch_dependent)
 
     def _teacher_forced(
         self, model: nn.Module, split: str, batch_size: int
@@ -371,7 +364,7 @@ def token_losses(model: nn.Module, batch: Batch, packed: bool = False) -> tuple[
     device = inputs["input_ids"].device
     # On a CPU scores are equal to the bit without a mask, which saves a tenth of the time: no token attends to the padding on
     # its right. Gradients would not be equal to the bit.
-    if _is_causal(model) and device.type == "cpu" and not torch.is_grad_enabled():
+    if _architecture(model) in CAUSAL and device.type == "cpu" and not torch.is_grad_enabled():
         inputs["attention_mask"] = None
     following = F.pad(batch["labels"].cpu()[:, 1:], (0, 1), value=IGNORED)
     places = learned_positions(following)
@@ -390,8 +383,8 @@ def inputs_of(model: nn.Module, batch: Batch) -> Batch:
     return cast(Any, model).picture_inputs(**text, images=moved["image"], answers=answers)
 
 
-def _is_causal(model: nn.Module) -> bool:
-    return getattr(getattr(model, "config", None), "model_type", None) in CAUSAL
+def _architecture(model: nn.Module) -> str | None:
+    return getattr(getattr(model, "config", None), "model_type", None)
 
 
 def _parts(rows: range, size: int) -> Iterator[range]:
@@ -425,19 +418,3 @@ def full_rows(length: int, count: int) -> tuple[Tensor, Tensor]:
     mask = torch.ones_like(ids)
     mask[:, -1] = 0
     return ids, mask
-
-
-ROUNDING = 0.005
-"""The largest difference between float32 scores that counts as rounding, relative to the scores' standard deviation."""
-
-
-def depends_on_batch(model: nn.Module, alone: Batch, beside: Batch, pad: int) -> bool:
-    """Return whether the scores of the first two generated tokens differ beyond rounding between two batches.
-
-    `alone`: a batch with one prompt. `beside`: the same prompt with a second one.
-    """
-    how = GenerationConfig(max_new_tokens=2, pad_token_id=pad, output_logits=True, return_dict_in_generate=True)
-    with torch.autocast(alone["input_ids"].device.type, enabled=False):
-        one, other = (cast(Any, model).generate(**it, generation_config=how) for it in (alone, beside))
-    pairs = [(a[0].float(), b[0].float()) for a, b in zip(one.logits, other.logits, strict=True)]
-    return any(bool((a - b).abs().max() > ROUNDING * a.std()) for a, b in pairs)

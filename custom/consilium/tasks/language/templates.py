@@ -92,17 +92,12 @@ def _renew_renderer() -> None:
 os.register_at_fork(after_in_child=_renew_renderer)
 
 
-def render_template(template: str, turns: Sequence[Mapping[str, str]], values: Mapping[str, Any]) -> str:
-    """Return a chat template's text for turns of "role" and "content". Raises TemplateFailure."""
-    return render_with_marks(template, turns, values, marks=False)[0]
-
-
-def render_with_marks(
-    template: str, turns: Sequence[Mapping[str, str]], values: Mapping[str, Any], marks: bool = True
+def render(
+    template: str, turns: Sequence[Mapping[str, str]], values: Mapping[str, Any], marks: bool = False
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Return the rendered text, and (begin, end) of each part between the template's `generation` marks.
+    """Return a chat template's text for turns of "role" and "content". Raises TemplateFailure.
 
-    Without `marks` there are no parts. Raises TemplateFailure.
+    With `marks` also return (begin, end) of each part between the template's `generation` marks.
     """
     answer = _renderer.send_request({"template": template, "turns": list(turns), "values": dict(values), "marked": marks})
     if "text" not in answer:

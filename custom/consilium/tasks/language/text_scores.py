@@ -22,7 +22,6 @@ from operator import or_
 
 from consilium.tasks.language.answers import MOST
 
-NAMES = ("rouge_l", "bleu", "meteor", "nist", "cider")
 Grams = Counter[tuple[str, ...]]
 
 

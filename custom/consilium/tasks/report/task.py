@@ -17,8 +17,7 @@ from consilium.data.images import Sample, read_picture
 from consilium.data.settings import reading_key
 from consilium.data.text import Text
 from consilium.models.vision_language import VisionLanguageConfig
-from consilium.models.vision_language.image_inputs import PictureTokens
-from consilium.models.vision_language.network import picture_tokens_of
+from consilium.models.vision_language.network import PictureTokens, picture_tokens_of
 from consilium.tasks.base import Batch
 from consilium.tasks.language.losses import Row
 from consilium.tasks.language.task import LanguageTask, all_token_loss, full_rows

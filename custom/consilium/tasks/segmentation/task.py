@@ -17,7 +17,7 @@ from consilium.core.seeding import seed_for
 from consilium.data.cache import SampleCache, to_float
 from consilium.data.check_samples import check_and_find_vanished, cropped_shape
 from consilium.data.datalist import SPLITS, DataList, Item
-from consilium.data.disk_cache import CachedSample
+from consilium.data.disk_cache import CachedSample, DiskCache, salted_hash
 from consilium.data.images import (
     BLACK,
     Colour,
@@ -33,10 +33,8 @@ from consilium.data.images import (
 from consilium.data.settings import DEFAULTS, PictureSettings, reading_key
 from consilium.models.registry import ModelConfig
 from consilium.tasks.base import Batch, SampledTask, Segmented, UnitScores, evaluating
-from consilium.tasks.embedding_cache import EmbeddingCache
-from consilium.tasks.segmentation import SegmentationConfig, prompt_kind_of
+from consilium.tasks.segmentation import GRIDS, TOO_SMALL, SegmentationConfig, SegmentationScoresConfig, prompt_kind_of
 from consilium.tasks.segmentation.prompts import TAKEN
-from consilium.tasks.segmentation.scores import GRIDS, TOO_SMALL, SegmentationScoresConfig
 from consilium.tasks.segmentation.unit_scores import (
     Plane,
     Units,
@@ -308,6 +306,53 @@ def _enlarged_mask(logits: Tensor, shape: tuple[int, ...]) -> Tensor:
     bilinear = partial(F.interpolate, mode="bilinear", align_corners=False)
     tall, step = bilinear(logits[None], (shape[0], logits.shape[2])), max(1, STRIP // (len(logits) * shape[1]))
     return torch.cat([(bilinear(part, (part.shape[2], shape[1])) > 0)[0] for part in tall.split(step, 2)], 1).cpu()
+
+
+# embedding cache ---------------------------------------------------------------------------------------------------------
+# If no part of the encoder trains, the embedding of a picture is the same in every step, round and stage. Each picture is
+# encoded separately, cached or not, so that no result depends on the cache. The store is that of the decoded samples: names are
+# salted, files belong to the user, and both share one size limit and are deleted together.
+
+
+class EmbeddingCache:
+    """Computes embeddings of pictures by one encoder, or takes them from `store`. None: nothing is cached.
+
+    `identity` names the encoder's weights and settings.
+    """
+
+    def __init__(self, store: DiskCache | None, identity: str) -> None:
+        self._store, self._identity = store, identity
+
+    @torch.no_grad()
+    def __call__(self, model: nn.Module, images: Tensor) -> Tensor:
+        """Return the embeddings (N, ...), on the model's device, of pictures (N, 3, S, S) with whole numbers in 0..255.
+
+        The model needs a method `embed` for one picture (1, 3, S, S).
+        """
+        device, found = next(model.parameters()).device, list[Tensor]()
+        for image in (picture[None] for picture in images):
+            name = self._name(image, device) if self._store else ""
+            if self._store and (stored := self._store.get(name)) is not None:
+                ((dtype, array),) = stored.items()
+                found.append(torch.from_numpy(np.array(array)).view(getattr(torch, dtype)).to(device, non_blocking=True))
+                continue
+            found.append(model.embed(image.to(device)))  # type: ignore[operator]
+            if self._store:
+                flat = found[-1].detach().cpu().contiguous()
+                self._store.put(name, {str(flat.dtype).removeprefix("torch."): flat.view(torch.uint8).numpy()})
+        return torch.cat(found)
+
+    def _name(self, image: Tensor, device: torch.device) -> str:
+        """Return a salted name made from the picture, the encoder, and the device and precision in use."""
+        autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+        content = salted_hash(self._salt(), "picture", image.to(torch.uint8).cpu().numpy().tobytes())
+        return salted_hash(
+            self._salt(), "embedding", self._identity, tuple(image.shape), content, device.type, autocast, torch.__version__
+        )
+
+    def _salt(self) -> bytes:
+        assert self._store is not None
+        return self._store.salt
 
 
 def build(config: SegmentationConfig, model: ModelConfig, data: DataList, tokenizer: Any) -> SegmentationTask:

@@ -21,7 +21,7 @@ from consilium.data.check_samples import cropped_shape
 from consilium.data.datalist import Item
 from consilium.tasks.bootstrap import bootstrap_unit, intervals, number_groups, sum_by_group
 from consilium.tasks.registry import COUNT
-from consilium.tasks.segmentation.scores import DISTANCES, MILLIMETRES, NAMES, SegmentationScoresConfig
+from consilium.tasks.segmentation import DISTANCES, MILLIMETRES, NAMES, SegmentationScoresConfig
 
 # measures --------------------------------------------------------------------------------------------------------------
 # Dice loss, and Dice, IoU, HD95 and ASSD of binary masks, in two dimensions or three.

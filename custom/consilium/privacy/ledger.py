@@ -20,14 +20,14 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, fields, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from consilium.core.errors import Reason, RefusedError
+from consilium.core.grouping import group_by_key
 from consilium.core.storage import make_private_folder, open_private
-from consilium.privacy.accounting.composition import UNITS, Budgets, Entry, epsilon_for, weakest
-from consilium.privacy.ledger.audit_log import FILE, AuditLog, Line, lines
+from consilium.privacy.accounting import UNITS, Budgets, Entry, epsilon_for, weakest
+from consilium.privacy.audit_log import FILE, AuditLog, Line, lines
 from consilium.privacy.secagg import sum_ledger
 
 Sealed = tuple[float, Entry, str]
@@ -186,15 +186,13 @@ def _read_rows(db: sqlite3.Connection, path: Path, whole: bool = True) -> list[S
     rows = db.execute(f"SELECT time, {', '.join(columns)}, seal FROM releases ORDER BY rowid")
     for number, (when, *values, seal) in enumerate(rows, start=1):
         row = dict(zip(columns, values, strict=True))
-        numbers = [row[name] for name in ("round", "phase", "noise_multiplier", "sample_rate", "count", "clip", "private")]
-        named = ("run", "job", "dataset", "unit", LATER)
-        texts = [value for name, value in row.items() if name in named and value is not None]
-        right = all(isinstance(value, int | float) for value in numbers) and all(isinstance(value, str) for value in texts)
-        if row["unit"] not in UNITS or not right:
+        try:
+            entry = Entry.of(row | {"private": {0: False, 1: True}[row["private"]]})
+            UNITS.index(entry.unit)
+        except (KeyError, TypeError, ValueError):
             raise RefusedError(
                 f"{path}: row {number} of the privacy ledger is none of this version; nothing was sent", Reason.LEDGER
-            )
-        entry = Entry(**row | {"private": bool(row["private"])})
+            ) from None
         before = _row_seal(before, when, entry)
         if whole and seal != before:
             raise RefusedError(
@@ -260,24 +258,20 @@ def summary(ledger: Ledger, deltas: tuple[float, ...] = (1e-5,)) -> list[dict[st
 
     A unit's epsilon is infinite if a job with a finer unit ran (see `cost`). `void`: the number of rows that promise nothing.
     """
-    groups: dict[str, list[Entry]] = {}
-    for entry in ledger.entries():
-        groups.setdefault(entry.dataset, []).append(entry)
-    return [_summary(dataset, rows, deltas) for dataset, rows in groups.items()]
-
-
-def _summary(dataset: str, rows: list[Entry], deltas: tuple[float, ...]) -> dict[str, Any]:
-    return {
-        "dataset": dataset,
-        "adjacency": weakest(row.adjacency for row in rows),
-        "trust": sorted({row.trust for row in rows}),
-        "releases": sum(row.count for row in rows),
-        "jobs": sorted({row.job for row in rows}),
-        "units": sorted({row.unit for row in rows}),
-        "private": all(row.private for row in rows),
-        "void": sum(row.is_void and row.count > 0 for row in rows),
-        "epsilon": {unit: {f"{d:g}": epsilon_for(unit, rows, d) for d in deltas} for unit in UNITS},
-    }
+    return [
+        {
+            "dataset": dataset,
+            "adjacency": weakest(row.adjacency for row in rows),
+            "trust": sorted({row.trust for row in rows}),
+            "releases": sum(row.count for row in rows),
+            "jobs": sorted({row.job for row in rows}),
+            "units": sorted({row.unit for row in rows}),
+            "private": all(row.private for row in rows),
+            "void": sum(row.is_void and row.count > 0 for row in rows),
+            "epsilon": {unit: {f"{d:g}": epsilon_for(unit, rows, d) for d in deltas} for unit in UNITS},
+        }
+        for dataset, rows in group_by_key((entry.dataset, entry) for entry in ledger.entries()).items()
+    ]
 
 
 # ledger recovery -------------------------------------------------------------------------------------------------------
@@ -337,7 +331,7 @@ def accept(records: Path, ledger: Ledger, reason: str, received_seals: Collectio
     `received_seals`: seals that the server has received and that no record here names; their loss is accepted too. The former
     files are kept under other names. A file that is not a ledger is replaced by an empty ledger.
     """
-    stamp = _unused_stamp(records, ledger)
+    stamp = f"{time.strftime('%Y%m%d-%H%M%SZ', time.gmtime())}-{time.time_ns() % 10**9:09}"  # a suffix for former files
     copy, aside = ledger.path.with_name(f"{ledger.path.name}.{stamp}"), []
     for path in sorted(records.rglob(FILE)):  # damaged records are kept under other names, but no longer read
         try:
@@ -368,20 +362,6 @@ def accept(records: Path, ledger: Ledger, reason: str, received_seals: Collectio
     }
     AuditLog(records / FILE).add(said, again=True)
     return said
-
-
-def _unused_stamp(records: Path, ledger: Ledger) -> str:
-    """Return the time in UTC as a suffix for file names, with a number if files of another acceptance have the same time."""
-    now = time.strftime("%Y%m%d-%H%M%SZ", time.gmtime())
-    files = (
-        *records.rglob(f"{FILE}.*"),
-        *records.glob(f"{sum_ledger.FILE}.*"),
-        *ledger.path.parent.glob(f"{ledger.path.name}.*"),
-    )
-    taken = {path.name for path in files}
-    names = (now if number == 1 else f"{now}-{number}" for number in count(1))
-    kinds = FILE, sum_ledger.FILE, ledger.path.name
-    return next(name for name in names if not taken & {f"{kind}.{name}" for kind in kinds})
 
 
 def _lost_seals(records: Path, ledger: Ledger, read: Mapping[Path, list[Line]] = {}) -> Iterator[tuple[Path, str]]:

@@ -7,14 +7,14 @@ from pathlib import Path
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from consilium.models.custom_weight_access import is_weight_read, reading_architecture
+from consilium.models.low_precision import READ_WEIGHTS
+from consilium.models.transformers_folder import UNSUPPORTED
 from tests.models.classes import CLASSIFIERS, PROMPTABLE, SPEAKING
 
 HARMLESS = {
     ("bloom", "dense"), ("bloom", "dense_4h_to_h"),  # only where it imitates how it was trained on several GPUs
     ("gptj", "q_proj"), ("gpt_neo", "q_proj"),  # only in attention by a package of its own
     ("hunyuan_v1_moe", "wg"),  # asked whether it is float32
-    ("reformer", "query_key"), ("reformer", "value"),  # refused altogether
 }  # fmt: skip
 OTHERS = {"lm_head", "proj"}
 """What writes the output, which is never quantized, and convolutions over pictures."""
@@ -43,7 +43,7 @@ def test_every_weight_that_code_reads_is_known() -> None:
         ("siglip2", "patch_embedding"),
         ("gemma3n", "correction_coefs"),
     } <= found
-    assert {(kind, name) for kind, name in found if not is_weight_read(f"model.{name}", {kind})} <= HARMLESS
+    assert {(kind, name) for kind, name in found if kind not in UNSUPPORTED and name not in READ_WEIGHTS} <= HARMLESS
 
 
 def test_every_weight_that_goes_into_a_product_is_known() -> None:
@@ -54,14 +54,4 @@ def test_every_weight_that_goes_into_a_product_is_known() -> None:
         found |= {(kind, name) for name in re.findall(r"^ +self\.(\w+_proj)\.weight,$", code, re.MULTILINE)}
         found |= {(kind, name) for name in re.findall(r"self\.(\w+)\.weight @", code)}
     assert {("jamba", "dt_proj"), ("falcon_mamba", "x_proj"), ("bamba", "out_proj")} <= found
-    assert {(kind, name) for kind, name in found if reading_architecture(f"model.{name}", {kind}) != kind} == set()
-
-
-def test_a_layer_is_known_by_its_own_name_and_architecture() -> None:
-    """Most architectures call the projection of an attention's result out_proj too; adapters put a name behind the layer's."""
-    assert reading_architecture("layers.0.mixer.out_proj", {"bamba", "llama"}) == "bamba"
-    assert reading_architecture("layers.0.out_proj", {"llama"}) is None
-    for wrapped in ("mixer.out_proj.base_layer", "mixer.out_proj.base"):
-        assert is_weight_read(wrapped, {"mamba2"})
-        assert not is_weight_read(wrapped, {"opt"})
-    assert not is_weight_read("mixer.out_proj.base_layer.other", {"mamba2"})
+    assert {kind for kind, _ in found} <= UNSUPPORTED

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from consilium.core.linalg.simplex import mixture_weights, project
+from consilium.strategies.fedsca import mixture_weights, project_to_simplex
 
 
 def solve(prior: np.ndarray, similarity: np.ndarray, alpha: float) -> np.ndarray:
@@ -46,7 +46,7 @@ def test_every_row_is_the_solvers(kind: str, count: int, alpha: float) -> None:
 @settings(max_examples=100, deadline=None)
 def test_a_projection_is_feasible_and_optimal(values: list[float]) -> None:
     point = torch.tensor(values, dtype=torch.float64)
-    found = project(point)
+    found = project_to_simplex(point)
     assert found.min() >= 0
     assert float(found.sum()) == pytest.approx(1, abs=1e-12)
     slack = point - found  # KKT: equal where positive, not larger anywhere
@@ -57,7 +57,7 @@ def test_a_projection_is_feasible_and_optimal(values: list[float]) -> None:
 
 def test_what_lies_on_the_simplex_stays() -> None:
     point = torch.tensor([[0.2, 0.3, 0.5], [0.0, 1.0, 0.0]], dtype=torch.float64)
-    assert torch.allclose(project(point), point, atol=1e-15)
+    assert torch.allclose(project_to_simplex(point), point, atol=1e-15)
 
 
 def test_without_similarity_the_prior_is_the_answer_and_with_much_of_it_the_nearest_site() -> None:

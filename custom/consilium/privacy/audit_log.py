@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.core.storage import file_lock, make_private_folder, open_private
-from consilium.privacy.accounting.accountant import GaussianEvent, check_delta, epsilon_of
+from consilium.privacy.accounting import GaussianEvent, check_delta, epsilon_of
 
 FILE = "audit.jsonl"
 Line = dict[str, Any]

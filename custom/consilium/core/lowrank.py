@@ -1,33 +1,44 @@
 """Exact sums of low-rank changes of the sites, layer by layer, for strategies that aggregate products of LoRA factors.
 
 The update W (out, in) of a layer is stored as stacked factors left (out, k) @ right (k, in) while that is cheaper, then as one
-dense matrix (`COSTS`). It is never truncated. For stacked factors, singular triplets come from QR and a small SVD (float64).
-For a dense W they come from block Lanczos with a certified error (lanczos.py), or from the full SVD if there is no certificate.
+dense matrix. It is never truncated. For stacked factors, singular triplets come from QR and a small SVD (float64). For a large
+dense W they come from ARPACK, which iterates until the residuals are rounding errors, for a small one from the full SVD.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import reduce
-from typing import Any, TypeVar
+from functools import partial, reduce
 
 from consilium.core.lazy import Tensor, torch
-from consilium.core.linalg.lanczos import BLOCK, PROBE_STEPS, PROBES, Spectrum, certified_spectrum, squared_norm
 
-Held = TypeVar("Held", "Update", "Spectrum")
 Product = tuple[Tensor, Tensor]
 """The factors left (out, r) and right (r, in) of the matrix left @ right."""
 
-COSTS = {"qr": 2.6e-10, "core": 1.0e-9, "pass": 0.9e-10, "full": 5e-10}
-"""Measured seconds on one core: per (out + in) k^2 for QR, per k^3 for the SVD of a core, per out * in for multiplying a column
-by W and W', per out * in * min(out, in) for a full SVD. Only the ratios matter."""
-
-BASIS = 8 * BLOCK
-"""The typical width of the Krylov basis when the certificate of a dense W succeeds."""
+WIDEST = 768
+"""The width from which stacked factors of a large W take longer to decompose than a dense W."""
 SMALL = 512
-"""Up to this min(out, in), a dense W gets a full SVD in float64, which is the fastest way."""
-TOLERANCE = 1e-5
+"""Up to this min(out, in), a dense W gets a full SVD, which is the fastest way."""
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """The first singular triplets of W: `left` (out, r), `values` (r,) float64 descending, `right` (r, in).
+
+    `error`: the values' rounding error. `energy` is ||W||_F^2. Values that are only rounding noise are 0, and so are their
+    vectors. In every column of `left`, the entry of largest magnitude is positive.
+    """
+
+    left: Tensor
+    values: Tensor
+    right: Tensor
+    energy: float
+    error: float
+
+    def rest(self, rank: int) -> float:
+        """Return ||W - its first `rank` triplets||_F^2."""
+        return max(0.0, self.energy - float(self.values[:rank].square().sum()))
 
 
 @dataclass(frozen=True)
@@ -91,75 +102,33 @@ def add(update: Update, change: Product) -> Update:
     """Return W plus the product `change`, as stacked factors, or dense if that is faster to decompose."""
     if update.dense is not None:
         return replace(update, dense=torch.addmm(update.dense, *change))
-    left, right = torch.cat([update.left, change[0]], 1), torch.cat([update.right, change[1]])
-    if left.shape[1] < dense_width_threshold(*update.shape):
+    left, right, (out, into) = torch.cat([update.left, change[0]], 1), torch.cat([update.right, change[1]]), update.shape
+    fits = out * into // (out + into)  # more columns take more numbers than a dense W
+    if left.shape[1] <= (fits if min(out, into) <= SMALL else min(fits, WIDEST)):
         return Update(left, right)
     return Update(left[:, :0], right[:0], left @ right)
-
-
-def dense_width_threshold(out: int, into: int) -> int:
-    """Return the width of stacked factors from which a dense W is cheaper to decompose, or takes less memory."""
-    small, large = 0, out * into // (out + into) + 1
-    dense = COSTS["full"] * out * into * min(out, into)
-    if min(out, into) > SMALL:
-        dense = min(dense, COSTS["pass"] * out * into * (BASIS + PROBES * PROBE_STEPS) + _factored_seconds(out, into, BASIS))
-    while small < large:  # bisection: the time for factors grows with the width
-        width = (small + large) // 2
-        small, large = (width + 1, large) if _factored_seconds(out, into, width) <= dense else (small, width)
-    return small
-
-
-def _factored_seconds(out: int, into: int, width: int) -> float:
-    """Return the time for QR of `width` columns on both sides and the SVD of their core."""
-    return COSTS["qr"] * (out + into) * width**2 + COSTS["core"] * width**3
 
 
 # decomposition --------------------------------------------------------------------------------------------------------
 
 
-def spectra(updates: Mapping[str, Update], top: int, device: str | None = None) -> dict[str, Spectrum]:
-    """Return `spectrum` of every layer: one layer per thread on the CPU, or one after the other on `device`."""
-    if device is not None:
-        return {name: _move_to(spectrum(_move_to(update, device), top), "cpu") for name, update in updates.items()}
-    return dict(zip(updates, map_in_threads(lambda update: spectrum(update, top), list(updates.values())), strict=True))
-
-
-def map_in_threads(call: Callable[[Update], Spectrum], items: Sequence[Update]) -> list[Spectrum]:
-    """Return call(item) for all items, run in as many threads as torch uses, with one torch thread each."""
-    threads = torch.get_num_threads()
-    if min(threads, len(items)) < 2:
-        return [call(item) for item in items]
+def spectra(updates: Mapping[str, Update], top: int) -> dict[str, Spectrum]:
+    """Return `spectrum` of every layer, in as many threads as torch uses, with one torch thread per layer."""
+    threads, layers = torch.get_num_threads(), list(updates.values())
+    if min(threads, len(layers)) < 2:
+        return {name: spectrum(update, top) for name, update in updates.items()}
     torch.set_num_threads(1)
     try:
-        with ThreadPoolExecutor(min(threads, len(items)), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            return list(pool.map(call, items))
+        with ThreadPoolExecutor(min(threads, len(layers)), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return dict(zip(updates, pool.map(partial(spectrum, top=top), layers), strict=True))
     finally:
         torch.set_num_threads(threads)
 
 
-def _move_to(value: Held, device: str) -> Held:
-    moved: dict[str, Any] = {name: part.to(device) for name, part in vars(value).items() if isinstance(part, torch.Tensor)}
-    return replace(value, **moved)  # type: ignore[type-var]
-
-
-def spectrum(update: Update, top: int, tolerance: float = TOLERANCE, start: Tensor | None = None) -> Spectrum:
-    """Return the first min(top, out, in) triplets, with `error` <= tolerance * sigma_1 (or the rounding error, if larger).
-
-    `start` (in, any): a guess at right singular vectors, such as those of the last round. It saves time and does not change the
-    error bound.
-    """
+def spectrum(update: Update, top: int) -> Spectrum:
+    """Return the first min(top, out, in) triplets."""
     top = min(top, *update.shape)
-    if update.dense is None:
-        found = _spectrum_of_factors(update, top)
-    elif min(update.dense.shape) > SMALL and (certain := certified_spectrum(update.dense, top, tolerance, start)) is not None:
-        found = certain
-    else:  # the full SVD, in float64 for a small W; a wide W is transposed (twice as fast)
-        whole = update.dense.double() if min(update.dense.shape) <= SMALL else update.dense
-        wide = whole.shape[0] < whole.shape[1]
-        u, values, vt = torch.linalg.svd(whole.T if wide else whole, full_matrices=False)
-        u, vt = (vt.T, u.T) if wide else (u, vt)
-        error = 10 * torch.finfo(whole.dtype).eps * float(values[:1].sum())
-        found = Spectrum(u[:, :top], values[:top].double(), vt[:top], squared_norm(update.dense), error)
+    found = _spectrum_of_factors(update, top) if update.dense is None else _spectrum_of_dense(update.dense, top)
     dtype, left, values, right = update.left.dtype, found.left, found.values, found.right
     if values.numel():  # fix signs, and set values to 0 that are only rounding noise
         largest = left.gather(0, left.abs().argmax(0, keepdim=True))[0]
@@ -178,6 +147,34 @@ def _spectrum_of_factors(update: Update, top: int) -> Spectrum:
     u, values, vt = torch.linalg.svd(core, full_matrices=False)
     error = 1e-14 * float(upper.norm() * lower.norm())
     return Spectrum(left @ u[:, :top], values[:top], vt[:top] @ right.T, float(core.square().sum()), error)
+
+
+def _spectrum_of_dense(dense: Tensor, top: int) -> Spectrum:
+    whole, few = dense.double(), min(dense.shape) > SMALL and 4 * top <= min(dense.shape)
+    if few and (found := _iterated_triplets(whole, top)) is not None:
+        u, values, vt = found
+    else:
+        wide = whole.shape[0] < whole.shape[1]  # a wide W is transposed, which is twice as fast
+        u, values, vt = torch.linalg.svd(whole.T if wide else whole, full_matrices=False)
+        u, vt = (vt.T, u.T) if wide else (u, vt)
+    error = 10 * torch.finfo(whole.dtype).eps * float(values[:1].sum())
+    return Spectrum(u[:, :top], values[:top], vt[:top], squared_norm(dense), error)
+
+
+def _iterated_triplets(whole: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return the first `top` singular triplets, found by ARPACK from a fixed start; None if it does not converge."""
+    from scipy.sparse.linalg import ArpackError, svds  # imported here: most processes decompose nothing
+
+    try:
+        u, values, vt = svds(whole.cpu().numpy(), k=top, v0=torch.ones(min(whole.shape), dtype=torch.float64).numpy())
+    except ArpackError:
+        return None
+    return torch.from_numpy(u[:, ::-1].copy()), torch.from_numpy(values[::-1].copy()), torch.from_numpy(vt[::-1].copy())
+
+
+def squared_norm(dense: Tensor) -> float:
+    """Return ||W||_F^2, summed in float64 without a float64 copy of W."""
+    return float(sum(float(rows.double().square().sum()) for rows in dense.split(64)))
 
 
 # sites ----------------------------------------------------------------------------------------------------------------

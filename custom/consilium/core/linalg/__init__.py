@@ -1,1 +1,0 @@
-"""Linear algebra on tensors. Nothing here depends on federated learning."""

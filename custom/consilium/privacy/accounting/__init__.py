@@ -1,1 +1,0 @@
-"""Accounting of epsilon: accountants, composition of releases, calibration of noise."""
