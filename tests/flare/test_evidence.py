@@ -336,6 +336,23 @@ def test_unpacked_bytes_are_bounded(made: Path, root: str, tmp_path: Path) -> No
     assert peak < 2**21
 
 
+def test_attack_results_of_this_run_only(
+    clinic: Path, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, words = tmp_path / "attack.json", ("evidence", "fundus-1", "--kit", clinic, "-o", tmp_path / "a.zip", "--attack")
+    for content in ("{", "[]", '{"model": "/runs/fundus-2/adapters", "attacks": [{"auc": 0.5}]}', '{"model": "fundus-1"}'):
+        path.write_text(content)
+        assert run(monkeypatch, *words, path) != 0
+        assert f"--attack: {path}: " in capsys.readouterr().err
+        assert not (tmp_path / "a.zip").exists()
+    path.write_text('{"model": "/srv/runs/fundus-1/sites/clinic/adapters", "attacks": [{"auc": 0.53, "epsilon": 0.1}]}')
+    assert run(monkeypatch, "evidence", "a.zip", "--verify", "--kit", clinic, "--attack", path) != 0
+    assert run(monkeypatch, *words, path) == 0
+    assert "attack-1.json" in verify(tmp_path / "a.zip", root)["files"]
+    with zipfile.ZipFile(tmp_path / "a.zip") as archive:
+        assert archive.read("attack-1.json") == path.read_bytes()
+
+
 @pytest.mark.parametrize("cut", [1, 0])
 def test_lost_rows_need_acceptance(cut: int, tmp_path: Path) -> None:
     """Rows cut off the end leave a chain that is right in itself, and so does a file that is gone."""

@@ -22,6 +22,7 @@ from consilium.data import images as pictures
 from consilium.data.datalist import Item
 from consilium.data.images import read_image, unpadded_size
 from consilium.federation.model_card import Card
+from consilium.tasks.segmentation import prompt_kind_of
 from consilium.use import bundle_scripts, export_formats
 from tests.conftest import small_text
 from tests.use.handing import CELLS, FUNDUS, changed, trained
@@ -75,28 +76,43 @@ def run(folder: Path, images: Path, *words: str) -> None:
 
 
 @pytest.mark.slow
-def test_monai_writes_the_masks_that_the_model_gives(tmp_path: Path) -> None:
-    model, folder, images = trained(PADDED), tmp_path / "bundle", tmp_path / "images"
+@pytest.mark.parametrize(("prompt", "numbers"), [("none", []), ("box", [9, 18, 45, 36]), ("point", [45, 18])])
+def test_monai_writes_the_masks_that_the_model_gives(prompt: str, numbers: list[float], tmp_path: Path) -> None:
+    """`numbers`: the prompt for the cup in the first picture. The disc and the second picture have none."""
+    config = changed(PADDED, task=PADDED.task.model_dump() | {"prompt": prompt})
+    model, folder, images = trained(config), tmp_path / "bundle", tmp_path / "images"
     folder.mkdir()
     images.mkdir()
     files = [picture(images / "wide.png", (50, 90, 3)), picture(images / "grey.png", (70, 40), np.uint16)]
-    settings: Any = PADDED.task
-    wanted = {}
+    settings: Any = config.task
+    kind, wanted = prompt_kind_of(settings), {}
     for file in files:
         item = Item(file, None)
-        logits = export_formats.logits_of(model, {"images": read_picture(item, 64, settings, PADDED.model.padding)[None]})
         size = read_image(item, settings).shape[:2]
         rows, columns = unpadded_size(size, 64, settings)
+        inputs = {"images": read_picture(item, 64, settings, config.model.padding)[None]}
+        if kind:
+            prompts = torch.full((1, 2, len(numbers)), torch.nan)
+            if file == files[0]:
+                prompts[0, 1] = torch.tensor(numbers) * torch.tensor([columns / size[1], rows / size[0]] * (len(numbers) // 2))
+            inputs["prompts"] = prompts
+        logits = export_formats.logits_of(model, inputs)
         own = F.interpolate(logits[..., :rows, :columns], size, mode="bilinear", align_corners=False)[0]
         wanted |= {f"{file.stem}_{name}.png": plane for name, plane in zip(settings.classes, own, strict=True)}
     bound = export_formats.tolerance(model, torch.cat([plane.flatten() for plane in wanted.values()]))
-    _, difference = export_formats.write_bundle(folder, model, PADDED, card(PADDED))
+    about, difference = export_formats.write_bundle(folder, model, config, card(config))
     assert difference <= bound
     metadata = json.loads((folder / "configs/metadata.json").read_text())
     assert all(isinstance(metadata[key], str) and metadata[key] for key in TEXTS)
     assert {"optional_packages_version", "network_data_format"} <= metadata.keys()
     assert metadata["required_packages_version"]["fire"] == version("fire")
-    monai(folder, "-c", STEPS, str(images))
+    if kind:
+        assert f"`--{kind.many} FILE`" in about
+        table = tmp_path / "prompts.csv"
+        table.write_text(f"image,class,{','.join(kind.numbers)}\nwide.png,optic cup,{','.join(map(str, numbers))}\n")
+        run(folder, images, f"--{kind.many}", str(table))
+    else:
+        monai(folder, "-c", STEPS, str(images))
     assert {path.name for path in (folder / "out").iterdir()} == set(wanted)
     for name, plane in wanted.items():
         mask, sure = torch.from_numpy(np.asarray(Image.open(folder / "out" / name)).copy()), plane.abs() > bound
@@ -123,10 +139,18 @@ def test_monai_writes_the_classes_that_the_model_gives(tmp_path: Path) -> None:
     assert [float(value) for value in row[2:]] == pytest.approx(logits.softmax(0).tolist(), abs=2e-5)
 
 
-def test_a_model_that_takes_prompts_is_refused() -> None:
-    config = changed(FUNDUS, task={"classes": ["a", "b"], "prompt": "point"})
-    with pytest.raises(ConfigError, match=r"the model takes prompts \(task.prompt\), which a bundle does not read; use onnx"):
-        export_formats.check_bundle(config, Card.of(config, "global", 1, ""))
+def test_points_of_a_bundle_are_scaled_as_their_picture_is(tmp_path: Path) -> None:
+    config = changed(FUNDUS, task={"classes": ["a", "b"], "prompt": "point", "resize": "stretch"})
+    made = export_formats.inference_config(config)
+    assert (made["points"], made["datalist"]["prompts"]) == ("", "@points")
+    file = picture(tmp_path / "one.png", (128, 96, 3))
+    (tmp_path / "points.csv").write_text("image,class,x,y\none.png,b,48,32\n")
+    own = {key: made["datalist"][key] for key in ("classes", "columns")}
+    (data,) = bundle_scripts.find_pictures(str(file), str(tmp_path / "points.csv"), **own)
+    reader = made["preprocessing"]["transforms"][0]
+    found = bundle_scripts.ReadPicture(reader["side"], reader["resize"], reader["padding"], reader["window"])(data)["prompts"]
+    assert found[1].tolist() == [32, 16]  # 64 pixels a side
+    assert found[0].isnan().all()
 
 
 @pytest.mark.parametrize("resize", ["stretch", "pad"])

@@ -249,7 +249,8 @@ For the ethics board and the data protection officer. `what-left.md` is the reco
 itself, in which each line holds the hash of the one before it. `ledger.sqlite` is the site's privacy ledger, of all its jobs,
 because they share one budget. `policy-*` is what the site allows, `job.yaml` the job as it ran where FLARE still has it,
 `packages.txt` all that was installed when this was made. `accepted.json`, where there is one, names lost rows that the
-administrator has put on record.
+administrator has put on record. `attack-*.json`, where there is one, is the result of an attack on the run's models. A bound
+over the epsilon that is promised for the same unit disproves the promise. A bound under it proves nothing.
 
 {warnings}What is claimed: no message of this run left the site beside those in the record, as far as the guard of this package
 sent it; the record and the ledger are as they were written ({intact}); privacy is as `what-left.md` says, no more.
@@ -269,19 +270,26 @@ def evidence(
         Path | None, typer.Option("--output", "-o", help="archive to write; default: EXPERIMENT.evidence.zip")
     ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="check an archive; exit code 1 if it was altered")] = False,
+    attack: Annotated[
+        list[Path] | None, typer.Option(help="output of `consilium privacy attack --format json` on this run; may be repeated")
+    ] = None,
     fingerprint: Annotated[str, typer.Option(help="for --verify without a kit: SHA-256 of the root's certificate")] = "",
     format: FormatOption = "txt",
 ) -> None:
     """Make a signed archive of a run at this site: policies, job, record of what left, ledger, versions. Or check one."""
-    if verify and (kit is None) == (not fingerprint):
-        raise ConfigError(
-            "--verify: give --kit (any kit of the project) or --fingerprint: anybody can sign with a root of his own"
-        )
+    problems = {
+        "--attack: not with --verify, which adds nothing to an archive; leave it out": verify and attack,
+        "--verify: give --kit (any kit of the project) or --fingerprint: anybody can sign with a root of his own": (
+            verify and (kit is None) == (not fingerprint)
+        ),
+    }
+    raise_first(problems)
     archive = Path(experiment) if verify else output or Path(f"{experiment}.evidence.zip")
     if not verify:
         if kit is None:
             raise ConfigError("--kit: give the site's startup kit, whose key signs")
-        pack(kit, experiment, evidence_files(experiment, kit), archive)
+        attacks = {f"attack-{i + 1}.json": _read_attack(experiment, path) for i, path in enumerate(attack or [])}
+        pack(kit, experiment, evidence_files(experiment, kit) | attacks, archive)
     found = {"archive": str(archive)} | verify_archive(archive, root_fingerprint(kit) if kit else fingerprint)
     signed = "the signature and the project's root are right; " if verify else ""
     whole = not found["record"] and not found["ledger"]
@@ -290,6 +298,22 @@ def evidence(
     of = f"{shown(found['archive'])}: {shown(found['site'])}, run {shown(found['experiment'])}, {found['made']}"
     emit(found | {"intact": whole}, f"{of}: {signed}{chain}", format)
     raise typer.Exit(0 if whole else 1)
+
+
+def _read_attack(experiment: str, path: Path) -> bytes:
+    """Return the bytes of an attack's JSON file. Raises ConfigError if it is no such file, or of another run."""
+    try:
+        content = path.read_bytes()
+        found = json.loads(content)
+        model, attacks = Path(found["model"]), found["attacks"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ConfigError(
+            f"--attack: {path}: cannot be read ({type(error).__name__}); give the output of `consilium privacy attack --format "
+            "json`"
+        ) from None
+    if experiment not in model.parts or not attacks:
+        raise ConfigError(f"--attack: {path}: is of {shown(model, 200)}, no model of run {experiment}; attack one of its")
+    return content
 
 
 def find_run_paths(experiment: str, kit: Path) -> tuple[Path, Path, Path]:

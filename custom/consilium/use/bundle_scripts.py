@@ -47,8 +47,15 @@ class Network(nn.Module):
         return self
 
 
-def find_pictures(place: str) -> list[dict[str, Any]]:
-    """Return one dict per picture in a folder, or for a single file, for MONAI's Dataset."""
+def find_pictures(
+    place: str, prompts: str = "", classes: Sequence[str] = (), columns: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Return one dict per picture in a folder, or for a single file, for MONAI's Dataset.
+
+    If the network takes prompts, `classes` and `columns` are given, and each dict has "prompts". The file `prompts` is a CSV
+    with image, class and `columns` (left, top, right, bottom, or x, y) in pixels. For a missing prompt, which is NaN, the
+    network uses the whole picture.
+    """
     path = Path(place)
     found = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix.lower() in ENDINGS)
     if not found:
@@ -58,7 +65,12 @@ def find_pictures(place: str) -> list[dict[str, Any]]:
         raise ValueError(
             f"{place}: two pictures are named {twice!r}, so their outputs would have one name; run them one by one"
         )
-    return [{"image": str(p)} for p in found]
+    if not classes:
+        return [{"image": str(p)} for p in found]
+    rows = csv.DictReader(Path(prompts).read_text(encoding="utf-8-sig").splitlines()) if prompts else ()
+    known = {(row["image"], row["class"]): [float(row[column]) for column in columns] for row in rows}
+    unknown = [float("nan")] * len(columns)
+    return [{"image": str(p), "prompts": [known.get((p.name, c), unknown) for c in classes]} for p in found]
 
 
 class ReadPicture:
@@ -72,7 +84,10 @@ class ReadPicture:
         self.side, self.resize, self.padding, self.window = side, resize, padding, window
 
     def __call__(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Return "image", "file", "size" (the picture's rows and columns) and "inner" (those it fills in the square)."""
+        """Return "image", "file", "size" (the picture's rows and columns) and "inner" (those it fills in the square).
+
+        If `data` has prompts, "prompts" are returned too, scaled to the square.
+        """
         picture = eight_bits(read(data["image"]), self.window)
         size = picture.shape[:2]
         rows, columns = self.side, self.side
@@ -82,7 +97,11 @@ class ReadPicture:
         square = np.empty((self.side, self.side, 3), np.uint8)
         square[:], square[:rows, :columns] = self.padding, small
         image = torch.from_numpy(np.ascontiguousarray(square.transpose(2, 0, 1))).float()
-        return {"image": image, "file": data["image"], "size": size, "inner": (rows, columns)}
+        found = {"image": image, "file": data["image"], "size": size, "inner": (rows, columns)}
+        if "prompts" in data:
+            prompts = torch.tensor(data["prompts"], dtype=torch.float32)
+            found["prompts"] = prompts * torch.tensor([columns / size[1], rows / size[0]]).repeat(prompts.shape[1] // 2)
+        return found
 
 
 def read(path: str) -> np.ndarray:
@@ -170,6 +189,7 @@ class Inference:
         """Process all pictures."""
         for index in range(len(self.dataset)):
             data = self.dataset[index]
-            logits = self.inferer(data["image"][None].to(self.device), self.network)
+            inputs = [data[name][None].to(self.device) for name in ("image", "prompts") if name in data]
+            logits = self.inferer(inputs[0], self.network, *inputs[1:])
             self.postprocessing(logits[0].float().cpu(), data)
         self.postprocessing.close()

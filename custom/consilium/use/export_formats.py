@@ -253,9 +253,6 @@ def check_bundle(config: JobConfig, card: Card) -> None:
         ),
         f"--format bundle: the model was trained on parts of {crop} pixels (task.crop), which a bundle does not cut yet; use "
         "onnx or merged, and give it such parts": crop,
-        "--format bundle: the model takes prompts (task.prompt), which a bundle does not read; use onnx or merged": (
-            prompt_kind_of(config.task)
-        ),
         **{
             f"--format bundle: {what}: {shown(text, 80)!r}: MONAI would run a name with $, @ or % as code; use onnx, or train "
             "with another name": _CODE.search(str(text))
@@ -286,7 +283,9 @@ def write_bundle(folder: Path, model: nn.Module, config: JobConfig, card: Card) 
         write_atomic(folder / f"configs/{name}.json", json.dumps(value, indent=4, ensure_ascii=False).encode(), PUBLIC)
     write_atomic(folder / "scripts/__init__.py", b'"""Code of this bundle."""\n', PUBLIC)
     write_atomic(folder / "scripts/pictures.py", CODE.read_bytes(), PUBLIC)
-    return _ABOUT.format(out=_OUT[config.task.name]), difference
+    kind = prompt_kind_of(config.task)
+    prompts = _PROMPTS.format(many=kind.many, columns=", ".join(kind.numbers)) if kind else ""
+    return _ABOUT.format(out=_OUT[config.task.name], prompts=prompts), difference
 
 
 def bundle_metadata(config: JobConfig, card: Card) -> dict[str, Any]:
@@ -297,6 +296,7 @@ def bundle_metadata(config: JobConfig, card: Card) -> dict[str, Any]:
     """
     packages = {"pillow": version("pillow"), "fire": FIRE}
     side, masks, classes = config.model.image_side, config.task.name == "segmentation", config.task.classes  # type: ignore[attr-defined]
+    numbered = {str(number): name for number, name in enumerate(classes)}
     image = {
         "type": "image",
         "format": "magnitude",
@@ -308,6 +308,16 @@ def bundle_metadata(config: JobConfig, card: Card) -> dict[str, Any]:
         "is_patch_data": False,
         "channel_def": {"0": "red", "1": "green", "2": "blue"},
     }
+    inputs = {"image": image}
+    if kind := prompt_kind_of(config.task):
+        inputs["prompts"] = image | {
+            "type": "tuples",
+            "format": "points",
+            "num_channels": len(classes),
+            "spatial_shape": [len(kind.numbers)],
+            "value_range": [0, side - 1],
+            "channel_def": numbered,
+        }
     outputs = {
         "type": "image" if masks else "probabilities",
         "format": "classes",
@@ -317,7 +327,7 @@ def bundle_metadata(config: JobConfig, card: Card) -> dict[str, Any]:
         "dtype": "float32",
         "value_range": [],
         "is_patch_data": False,
-        "channel_def": {str(number): name for number, name in enumerate(classes)},
+        "channel_def": numbered,
     }
     return {
         "schema": SCHEMA,
@@ -334,7 +344,7 @@ def bundle_metadata(config: JobConfig, card: Card) -> dict[str, Any]:
         "authors": "not stated; see docs/README.md",
         "copyright": "not stated; see docs/README.md",
         "intended_use": "Research. Not a medical device, and not tested for use on patients.",
-        "network_data_format": {"inputs": {"image": image}, "outputs": {"pred": outputs}},
+        "network_data_format": {"inputs": inputs, "outputs": {"pred": outputs}},
     }
 
 
@@ -343,10 +353,13 @@ def inference_config(config: JobConfig) -> dict[str, Any]:
     settings: Any = config.task
     window = [settings.window.center, settings.window.width] if settings.window else None
     reader = {"side": config.model.image_side, "resize": settings.resize, "padding": list(config.model.padding)}
+    kind = prompt_kind_of(settings)
+    prompts = {"prompts": f"@{kind.many}", "classes": list(settings.classes), "columns": list(kind.numbers)} if kind else {}
     return {
         "bundle_root": ".",
         "dataset_dir": "$@bundle_root + '/images'",
         "output_dir": "$@bundle_root + '/eval'",
+        **({kind.many: ""} if kind else {}),
         "device": "$torch.device('cuda:0' if torch.cuda.is_available() else 'cpu')",
         "network_def": {
             "_target_": "scripts.pictures.load_network",
@@ -354,7 +367,7 @@ def inference_config(config: JobConfig) -> dict[str, Any]:
             "device": "@device",
         },
         "network": "$@network_def",
-        "datalist": {"_target_": "scripts.pictures.find_pictures", "place": "@dataset_dir"},
+        "datalist": {"_target_": "scripts.pictures.find_pictures", "place": "@dataset_dir", **prompts},
         "preprocessing": {
             "_target_": "Compose",
             "transforms": [{"_target_": "scripts.pictures.ReadPicture", **reader, "window": window}],
@@ -385,7 +398,7 @@ It does not need the package consilium. In the bundle's folder:
 python -m monai.bundle run --config_file configs/inference.json --dataset_dir IMAGES --output_dir OUT
 ```
 
-IMAGES is a folder of PNG, JPEG, TIFF or BMP pictures, or one such file. {out}
+IMAGES is a folder of PNG, JPEG, TIFF or BMP pictures, or one such file. {out}{prompts}
 The bundle cuts no tiles and opens no volumes, DICOM or slides: write their planes or tiles as pictures first, or use
 `consilium predict`. It runs on the GPU if there is one; `--device '$torch.device("cpu")'` selects the CPU.
 models/model.pt2 is the program that runs, and models/model.pt has its weights as a state dict. A bundle's configuration is
@@ -395,3 +408,7 @@ _OUT = {
     "segmentation": "OUT receives one mask per class, NAME_CLASS.png, with values 0 and 255 and the size of the picture.",
     "classification": "OUT receives classes.csv with one row per picture: its likeliest class, and each class's probability.",
 }
+_PROMPTS = """
+The network takes {many}, one per class. `--{many} FILE` names a CSV file with the columns image, class, {columns}, in the
+picture's pixels from the left and the top. Classes without a row are searched in the whole picture.
+"""
