@@ -11,7 +11,7 @@ from PIL import Image
 
 from consilium.core.errors import DataError
 from consilium.data import nifti, volumes
-from consilium.data.codestreams import MOST_PARTS, check_decoding_cost
+from consilium.data.dicom.pixels import MOST_PARTS, check_decoding_cost
 from consilium.data.safe_open import most_unpacked, page_count, parse_json, text_lines
 
 GIB = 2**30

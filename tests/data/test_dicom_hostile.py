@@ -16,9 +16,9 @@ from pydicom import uid  # isort: skip
 
 from consilium.core.errors import DataError
 from consilium.data import volumes
-from consilium.data.codestreams import codestream_shape
-from consilium.data.dicom import files as dicom_files, parsing
+from consilium.data.dicom import files as dicom_files
 from consilium.data.dicom.masks import read_contours
+from consilium.data.dicom.pixels import codestream_shape
 from consilium.data.safe_open import is_dicom
 
 GREY = np.arange(24, dtype=np.uint8).reshape(4, 6)
@@ -128,7 +128,7 @@ def test_a_bad_file_is_one_line_without_its_patient(
     make, harm, words = MADE[name]
     path = dicoms.save(make(), tmp_path / "bad.dcm")
     path.write_bytes(harm(path.read_bytes()))
-    monkeypatch.setattr(parsing, "MOST_HEADER", 2**25)  # a bomb of 64 MB will do
+    monkeypatch.setattr(dicom_files, "MOST_HEADER", 2**25)  # a bomb of 64 MB will do
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         with pytest.raises(DataError, match=words) as raised:

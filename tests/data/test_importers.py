@@ -55,8 +55,8 @@ def test_polyp_masks_are_converted_only_where_they_must(polyps: Path, tmp_path: 
         "cvc-colondb": {"training": 14, "validation": 2, "test": 4},
     }
     assert summary["notes"] == [
-        "cvc-colondb: names no videos, so runs of consecutive frames are kept together",
         "kvasir-seg: names no patients, so one patient's pictures may be in two splits",
+        "cvc-colondb: names no videos, so runs of consecutive frames are kept together",
     ]
     for item in items_of(dest, "kvasir-seg"):
         assert item.image.parent == polyps / "Kvasir-SEG/Kvasir-SEG/images"
@@ -134,24 +134,25 @@ def test_fundus_broken(fundus: Path, tmp_path: Path) -> None:
         import_set("fundus", fundus, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (tmp_path / "mat/ORIGA/Images").mkdir(parents=True)
-    (tmp_path / "mat/ORIGA/001.mat").write_bytes(b"")
-    with pytest.raises(DataError, match=r"expected Masks/\*\.png .*found \.mat annotations only"):
+    with pytest.raises(
+        DataError, match=r"expected Images/ beside Masks/ or Images_Square/ beside Masks_Square/; found Images/"
+    ):
         import_set("fundus", tmp_path / "mat", tmp_path / "out")
     mask(fundus / "ORIGA/Masks/003.png", {128: OUTER})
-    with pytest.raises(DataError, match=r"003\.png: expected one channel of 0, 1 \(rim\) and 2 \(cup\)"):
+    with pytest.raises(DataError, match=r"003\.png: expected one channel of 0, 1, 2; found other"):
         import_set("fundus", fundus / "ORIGA", tmp_path / "out")
 
 
 def test_kvasir_is_split_class_by_class_and_can_be_shared_out(tmp_path: Path) -> None:
     source, dest = tmp_path / "kvasir-dataset-v2", tmp_path / "out"
-    for name in KVASIR_V2.classes:
+    for name in KVASIR_V2:
         for i in range(10):
             picture(source / name / f"{i}.png")
     found = run_import("kvasir-v2", tmp_path, dest)
     assert found["sites"] == {"kvasir-v2": {"training": 56, "validation": 8, "test": 16}}
     assert "data partition" in found["notes"][0]
     splits = splits_of(dest, "kvasir-v2", classes=True)
-    for name in KVASIR_V2.classes:
+    for name in KVASIR_V2:
         assert [sum(item.label == name for item in splits[split]) for split in SPLITS] == [7, 1, 2]
     assert all(item.image.parent == source / item.label for items in splits.values() for item in items)
     shared = partition(dest / "kvasir-v2/datalist.json", tmp_path / "sites", 3, 1.0, 0, 4)
@@ -161,7 +162,7 @@ def test_kvasir_is_split_class_by_class_and_can_be_shared_out(tmp_path: Path) ->
 def test_oct_keeps_the_published_splits_and_names_what_is_missing(tmp_path: Path) -> None:
     source = tmp_path / "RetinalOCT_Dataset/RetinalOCT_Dataset"
     for split, count in (("train", 3), ("val", 1), ("test", 2)):
-        for name in OCT_C8.classes:
+        for name in OCT_C8:
             for i in range(count):
                 picture(source / split / name / f"{i}.png")
     found = run_import("oct-c8", tmp_path, tmp_path / "out")
@@ -181,7 +182,7 @@ def test_what_cannot_be_is_refused_and_a_failure_leaves_nothing(
         ("holds sites already; give another folder", DataError, "polyp", Options()),
         (r"'polips': expected one of own, csv, csv-text, polyp, .*did you mean 'polyp'", ConfigError, "polips", Options()),
         ("expected shares of at least 0 that sum to less than 1", ConfigError, "polyp", Options(validation=0.5, test=0.5)),
-        ("polyp has no classes of cells", ConfigError, "polyp", Options(types=True)),
+        ("--exact-values: polyp does not take it", ConfigError, "polyp", Options(exact_values=True)),
     ):
         with pytest.raises(error, match=problem):
             import_set(name, polyps, tmp_path / "out", options)

@@ -106,7 +106,7 @@ def test_what_is_no_table(tmp_path: Path) -> None:
             run_import("csv", path, tmp_path / "lists")
     with pytest.raises(DataError, match="no such file; expected a CSV file with a picture a line"):
         run_import("csv", tmp_path, tmp_path / "lists")
-    with pytest.raises(ConfigError, match="--column: own is not a table; leave it out"):
+    with pytest.raises(ConfigError, match="--column: own does not take it; leave it out"):
         run_import("own", tmp_path, tmp_path / "lists", columns={"image": "x"})
 
 

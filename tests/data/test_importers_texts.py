@@ -59,7 +59,7 @@ def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path) -> None:
     ):
         import_set("gsm8k", tmp_path, tmp_path / "out")
     write(tmp_path, "train.jsonl", {"question": "a", "answer": "b"})
-    with pytest.raises(DataError, match=r"train\.jsonl: record 1: expected an answer with its result behind ####; found 'b'"):
+    with pytest.raises(DataError, match=r"train\.jsonl:1: expected an answer with its result behind ####; found 'b'"):
         import_set("gsm8k", tmp_path, tmp_path / "out")
     write(tmp_path, "train.jsonl", "{")
     with pytest.raises(DataError, match=r"train\.jsonl:1: not valid JSON"):
@@ -158,9 +158,6 @@ def test_medquads_sources_are_sites_and_empty_answers_are_left_out(tmp_path: Pat
     (source / "1_CancerGov_QA/0000001_1.xml").write_text('<!DOCTYPE D [<!ENTITY a "b">]><D>&a;</D>')
     with pytest.raises(DataError, match=r"0000001_1\.xml: .*declares a document type.*; give the publisher's file"):
         import_set("medquad", source, tmp_path / "bad")
-    (source / "1_CancerGov_QA/0000001_1.xml").write_text("<D>" * 65 + "</D>" * 65)
-    with pytest.raises(DataError, match=r"0000001_1\.xml: .*nested over 64 deep.*; give the publisher's file"):
-        import_set("medquad", source, tmp_path / "bad")
     with pytest.raises(DataError, match=r"expected folders such as 1_CancerGov_QA .*; found other\.xml"):
         import_set("medquad", source / "QA-TestSet", tmp_path / "bad")
 
@@ -175,7 +172,7 @@ def test_alpaca_leaves_empty_outputs_out(tmp_path: Path) -> None:
     }
     assert import_set("alpaca", tmp_path, tmp_path / "b")["notes"] == ["1 records without an output are left out"]
     (tmp_path / "alpaca_data.json").write_text(json.dumps({"data": raws}))
-    with pytest.raises(DataError, match=r"alpaca_data\.json: expected a list of records; found a dict"):
+    with pytest.raises(DataError, match=r"alpaca_data\.json: record 1: expected instruction \(str\), .*; found list"):
         import_set("alpaca", tmp_path, tmp_path / "bad")
 
 
@@ -204,7 +201,7 @@ def test_e2e_references_of_one_input_become_outputs_of_the_test_split(tmp_path: 
     ]
     assert [one["name"] for one in records(tmp_path / "out/e2e/training.jsonl")] == ["The Mill", "The Mill", "The Eagle"]
     sheet(tmp_path / "devset.csv", [("a", "b")], ("MR", "text"))
-    with pytest.raises(DataError, match=r"devset\.csv: expected the columns mr and ref; found MR, text"):
+    with pytest.raises(DataError, match=r"devset\.csv:2: expected mr \(str\), ref \(str\); found MR \(str\), text"):
         import_set("e2e", tmp_path, tmp_path / "bad")
     (tmp_path / "devset.csv").write_text("mr,ref\n" + "a" * 200_000 + ",b\n")
     with pytest.raises(DataError, match=r"devset\.csv:\d+: expected rows of CSV; found otherwise"):
@@ -299,10 +296,10 @@ def test_options_become_letters_and_groups_stay_together(name: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "label", "message"),
     [
-        ("hellaswag", {"label": 4}, r"hellaswag_train\.jsonl: record 1: '.*': expected a label from 0 to 3; found '4'"),
-        ("medmcqa", {"cop": 0}, r"train\.json: record 1: .*: expected a label from 1 to 4; found '0'"),
+        ("hellaswag", {"label": 4}, r"hellaswag_train\.jsonl:1: '.*': expected a label from 0 to 3; found '4'"),
+        ("medmcqa", {"cop": 0}, r"train\.json:1: .*: expected a label from 1 to 4; found '0'"),
         ("medqa", {"answer_idx": "F"}, "expected a label from A to D; found 'F'"),
-        ("medqa", {"options": {}}, "record 1: expected options A to D or E"),
+        ("medqa", {"options": {}}, "train.jsonl:1: expected options A to D or E"),
         ("medqa", {"options": {"A": None, "B": "b", "C": "c", "D": "d"}}, "expected options that are texts; found None"),
         ("medmcqa", {"exp": "x" * 1_100_000}, r"train\.json:1: a record has at most 1,048,576 characters"),
         ("medmcqa", {"cop": "2"}, r"train\.json:1: expected question"),
@@ -356,7 +353,7 @@ def test_pubmedqa_is_yes_no_or_maybe_about_an_abstract(tmp_path: Path) -> None:
     assert summary["notes"] == ["there is no test_ground_truth.json: the test split is not the publisher's"]
     for wrong in ({"1": {"QUESTION": "a", "CONTEXTS": [], "final_decision": "perhaps"}}, {"1": "yes"}, ["yes"]):
         (tmp_path / "ori_pqal.json").write_text(json.dumps(wrong))
-        with pytest.raises(DataError, match=r"ori_pqal\.json: (1: )?expected .*; found .*; give the publisher's file"):
+        with pytest.raises(DataError, match=r"ori_pqal\.json: record 1: expected .*; found .*; give the publisher's file"):
             import_set("pubmedqa", tmp_path, tmp_path / "bad")
 
 
@@ -371,17 +368,16 @@ def test_mmlu_medical_is_six_subjects_without_headings(tmp_path: Path) -> None:
     assert [len(found[split]) for split in SPLITS] == [30, 6, 12]
     assert (found["test"][0].input, found["test"][0].outputs) == ("anatomy test 0\nA. a\nB. b\nC. c\nD. d", ("C",))
     (tmp_path / "data/test/anatomy_test.csv").write_text('"Two\nlines, and ""one"" mark",a,"b,c",c,d,A\nq,a,b,c,A\n')
-    with pytest.raises(DataError, match=r"anatomy_test\.csv:3: expected question, A, B, C, D and the letter; found 5 cells"):
+    with pytest.raises(DataError, match=r"anatomy_test\.csv:3: expected the 6 cells question, A, B, C, D, answer; found 5"):
         import_set("mmlu-medical", tmp_path, tmp_path / "bad")
     (tmp_path / "data/test/anatomy_test.csv").write_text('"Two\nlines, and ""one"" mark",a,"b,c",c,d,A\n')
     tested = texts("mmlu-medical", tmp_path, tmp_path / "lines")["test"]
     assert 'Two\nlines, and "one" mark\nA. a\nB. b,c\nC. c\nD. d' in {text.input for text in tested}
 
 
-@pytest.mark.parametrize("truth", [{"9": "yes"}, {"1": "yes"}])
-def test_answers_of_another_release_are_refused(truth: dict[str, str], tmp_path: Path) -> None:
+def test_ids_of_another_release_are_refused(tmp_path: Path) -> None:
     raws = {str(n): {"QUESTION": f"q{n}", "CONTEXTS": ["c"], "final_decision": "no"} for n in range(5)}
     (tmp_path / "ori_pqal.json").write_text(json.dumps(raws))
-    (tmp_path / "test_ground_truth.json").write_text(json.dumps(truth))
-    with pytest.raises(DataError, match=r"test_ground_truth\.json: expected the final_decision of .*; found 'yes'"):
+    (tmp_path / "test_ground_truth.json").write_text(json.dumps({"9": "yes"}))
+    with pytest.raises(DataError, match=r"test_ground_truth\.json: there is no record 9; give both files of one release"):
         import_set("pubmedqa", tmp_path, tmp_path / "out")

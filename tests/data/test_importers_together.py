@@ -70,11 +70,13 @@ def test_a_name_that_is_taken_is_refused_unless_the_new_site_is_named_otherwise(
 
 
 def test_what_cannot_be_added_is_refused_in_one_line(tnbc: Path, monusac: Path, tmp_path: Path) -> None:
-    dest = tmp_path / "out"
+    dest, foreign = tmp_path / "out", tmp_path / "foreign"
     run_import("tnbc", tnbc, dest)
     before = tree(dest)
-    with pytest.raises(DataError, match=r'expected the classes of tnbc, \{"nucleus": \[1\]\}; found \{"epithelial": \[1\], '):
-        import_set("monusac", monusac, dest, Options(types=True), add=True)
+    foreign.mkdir()
+    (foreign / "import.json").write_text(json.dumps({"imports": [{"name": "own", "classes": {"cell": [1]}}]}))
+    with pytest.raises(DataError, match=r'expected the classes of own, \{"cell": \[1\]\}; found \{"nucleus": \[1\]\}'):
+        import_set("monusac", monusac, foreign, add=True)
     with pytest.raises(DataError, match=r"--only: no site 'breast'; there are tcga-5p, tcga-a2"):
         import_set("monusac", monusac, dest, Options(only=("breast",)), add=True)
     with pytest.raises(DataError, match=r"--rename: no site 'breast'; there are tcga-5p, tcga-a2"):
@@ -152,3 +154,5 @@ def test_the_command_takes_sites_names_and_folders(
     assert "--rename: 'ohio': expected OLD=NEW" in capsys.readouterr().err
     assert run(monkeypatch, *words, "--size", "xl") == 2
     assert "--size: 'xl': monusac has one; leave it out" in capsys.readouterr().err
+    assert run(monkeypatch, *words, "--exact-values") == 2
+    assert "--exact-values: monusac does not take it; leave it out" in capsys.readouterr().err

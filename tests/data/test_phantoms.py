@@ -11,9 +11,8 @@ import pytest
 from consilium.data.check import check_datalist
 from consilium.data.datalist import read_datalist
 from consilium.data.images import read_sample
-from consilium.data.synthetic.cells import CELLS
-from consilium.data.synthetic.phantoms import class_shares, draw_phantom, equal_class_shares, habits, make_phantoms
-from consilium.data.synthetic.sentences import FINDINGS, LABELS, make_texts, site_probabilities
+from consilium.data.synthetic.phantoms import CELLS, class_shares, draw_phantom, equal_class_shares, habits, make_phantoms
+from consilium.data.synthetic.sentences import FINDINGS, LABELS, site_probabilities
 from consilium.data.text import Text, read_texts
 
 
@@ -65,7 +64,7 @@ def test_sites_of_a_group_look_alike_and_draw_alike() -> None:
 
 def test_codes_mean_the_same_everywhere_and_are_seen_unevenly(tmp_path: Path) -> None:
     def written(site: str, seed: int, split: str) -> list[tuple[str, str]]:
-        folder = make_texts(tmp_path / f"{site}-{seed}", "codes", site, seed, 160, 0, 48, 0.7, 1.0)
+        folder = make_phantoms(tmp_path / f"{site}-{seed}", "codes", site, seed, 160, 0, 48, 0, 0.7, 1.0)
         records = map(json.loads, (folder / f"{split}.jsonl").read_text().splitlines())
         return [(re.search(r"code (\w+)", one["input"])[1], one["output"]) for one in records]
 

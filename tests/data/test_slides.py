@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -46,8 +47,7 @@ def test_a_tile_is_what_was_written(layout: dict[str, Any], compression: str | N
 
 
 @pytest.mark.parametrize("predictor", [False, True])
-@pytest.mark.parametrize("bigtiff", [False, True])
-@pytest.mark.parametrize("byteorder", ["<", ">"])
+@pytest.mark.parametrize(("bigtiff", "byteorder"), [(False, "<"), (False, ">"), (True, "<")])
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
 def test_grey_of_8_and_16_bits_in_every_order(
     dtype: Any, byteorder: Any, bigtiff: bool, predictor: bool, tmp_path: Path
@@ -95,7 +95,7 @@ def smooth() -> np.ndarray:
 def test_a_slide_of_a_scanner_by_its_levels(tmp_path: Path) -> None:
     svs(tmp_path / "a.svs", smooth())
     found = slides.layout(tmp_path / "a.svs")
-    assert (found.reader, found.levels) == ("openslide", ((384, 512), (192, 256)))
+    assert (found.kind, found.levels) == ("aperio", ((384, 512), (192, 256)))
     tile = (100, 50, 128, 96)
     assert np.abs(slides.read(tmp_path / "a.svs", tile).astype(int) - cut(smooth(), tile)).mean() < 3
     half = (20, 30, 64, 64)
@@ -189,12 +189,16 @@ def test_what_cannot_be_read_by_tiles_is_refused_in_a_line(tmp_path: Path) -> No
     tifffile.imwrite(tmp_path / "p.tif", np.stack([array((64, 64)), array((64, 64))]), photometric="minisblack")
     with pytest.raises(DataError, match=r"p\.tif: has 2 pages; save each as a picture of its own"):
         slides.layout(tmp_path / "p.tif")
-    tifffile.imwrite(tmp_path / "s.tif", array((3, 64, 64)), photometric="rgb", planarconfig="separate")
-    with pytest.raises(DataError, match="separate planes or layers; save it as grey or RGB"):
-        slides.layout(tmp_path / "s.tif")
+    tifffile.imwrite(tmp_path / "t.tif", np.stack([array((64, 64))] * 2), tile=(16, 16), photometric="minisblack")
+    with pytest.raises(DataError, match=r"t\.tif: has 2 pages; save each as a picture of its own"):
+        slides.layout(tmp_path / "t.tif")
+    with patch("consilium.data.safe_open.MOST_PIXELS", 1000):
+        tifffile.imwrite(tmp_path / "d.tif", array((64, 64), np.uint16), tile=(16, 16))
+        with pytest.raises(DataError, match=r"d\.tif: has values of 16 bits; save a picture of this size with 8 bits"):
+            slides.layout(tmp_path / "d.tif")
     data = (tmp_path / "a.tif").read_bytes()
     (tmp_path / "a.tif").write_bytes(data[: len(data) // 2])
-    with pytest.raises(DataError, match=r"a\.tif: (tile|slide) cannot be read"):
+    with pytest.raises(DataError, match=r"a\.tif: (tile|slide|image) cannot be read"):
         slides.read(tmp_path / "a.tif", (200, 186, 64, 64))
 
 
@@ -237,7 +241,7 @@ def test_a_picture_of_655_million_pixels_takes_little_memory(tmp_path: Path) -> 
     assert (rows, columns) == (25_600, 25_600)
     assert total == 0 + 669 % 251 + 2499 % 251
     assert more < 200
-    with pytest.raises(DataError, match=r"over 100,000,000 pixels\); save it as a tiled TIFF and set task\.tiles"):
+    with pytest.raises(DataError, match=r"over 100,000,000 pixels\); save it as a tiled, little-endian TIFF and set task"):
         read_image(path)
 
 
@@ -254,24 +258,79 @@ def test_the_check_looks_at_a_large_picture_by_parts(tmp_path: Path) -> None:
     assert "mask of another size" in check_datalist(path, {"a": [1], "b": [2]}, settings).problems
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_levels_of_a_plain_pyramid(inside: bool, tmp_path: Path) -> None:
-    """Smaller levels as pages within the first one, as OME and QuPath write, or after it."""
+def test_levels_of_a_plain_pyramid(tmp_path: Path) -> None:
+    values = array((256, 320, 3))
     with tifffile.TiffWriter(tmp_path / "a.tif") as file:
-        file.write(array(), tile=(64, 64), photometric="rgb", subifds=2 if inside else 0, metadata=None)
+        file.write(values, tile=(64, 64), photometric="rgb", metadata=None)
         for step in (2, 4):
-            file.write(array()[::step, ::step], tile=(64, 64), photometric="rgb", subfiletype=1, metadata=None)
-    assert slides.layout(tmp_path / "a.tif").levels == ((250, 330), (125, 165), (63, 83))
+            file.write(values[::step, ::step], tile=(64, 64), photometric="rgb", subfiletype=1, metadata=None)
+    assert slides.layout(tmp_path / "a.tif").levels == ((256, 320), (128, 160), (64, 80))
     for level, step in enumerate((1, 2, 4)):
         tile = (10, 11, 40, 30)
-        assert np.array_equal(slides.read(tmp_path / "a.tif", tile, level), cut(array()[::step, ::step], tile))
+        assert np.array_equal(slides.read(tmp_path / "a.tif", tile, level), cut(values[::step, ::step], tile))
+
+
+def test_levels_of_a_mask_are_read_as_stored(tmp_path: Path) -> None:
+    values = array((256, 320))
+    for name, whole in (("even", values), ("odd", values[:250, :318])):
+        with tifffile.TiffWriter(tmp_path / f"{name}.tif") as file:
+            for step in (1, 2, 4):
+                file.write(whole[::step, ::step], tile=(64, 64), subfiletype=int(step > 1), metadata=None)
+    for step in (1, 2, 4):
+        part, tile = values[::step, ::step], (10, 11, 40, 30)
+        labels = slides.read_labels(tmp_path / "even.tif", tile, part.shape[:2]).values
+        assert labels is not None
+        assert np.array_equal(labels, cut(part, tile))
+    with pytest.raises(DataError, match=r"odd\.tif: mask is 318x250 pixels \(width x height\), its image 80x63"):
+        slides.read_labels(tmp_path / "odd.tif", (0, 0, 16, 16), (63, 80))
+
+
+PALETTE = np.repeat(np.arange(256, dtype=np.uint16)[None, ::-1] * 257, 3, axis=0)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"photometric": "palette", "colormap": PALETTE},
+        {"extratags": [(274, 3, 1, 3, True)]},
+        {"data": array((128, 128, 4)), "photometric": "rgb", "extrasamples": ["unassalpha"]},
+        {"data": array((128, 128)).astype(np.int8)},
+        {"data": array((3, 128, 128)), "photometric": "rgb", "planarconfig": "separate"},
+    ],
+    ids=["palette", "turned", "transparency", "sign", "planes"],
+)
+def test_a_large_tiff_that_openslide_would_change_is_refused(how: dict[str, Any], tmp_path: Path) -> None:
+    tifffile.imwrite(tmp_path / "a.tif", **{"data": array((128, 128)), "tile": (64, 64), "metadata": None} | how)
+    with (
+        patch("consilium.data.safe_open.MOST_PIXELS", 1000),
+        pytest.raises(DataError, match=r"a\.tif: save the TIFF upright"),
+    ):
+        slides.read_labels(tmp_path / "a.tif", (0, 0, 16, 16), (128, 128))
+
+
+@pytest.mark.parametrize("most", [10**8, 1000])
+def test_a_tile_that_is_not_stored_is_background(most: int, tmp_path: Path) -> None:
+    path, values = tmp_path / "a.tif", array((128, 128)) | 1
+    tifffile.imwrite(path, values, tile=(64, 64), metadata=None)
+    with tifffile.TiffFile(path) as file:
+        places = [file.pages[0].tags[tag].valueoffset for tag in (324, 325)]
+    data = bytearray(path.read_bytes())
+    for at in places:
+        data[at : at + 2] = bytes(2)
+    path.write_bytes(data)
+    values[:64, :64] = 0
+    with patch("consilium.data.safe_open.MOST_PIXELS", most):
+        labels = slides.read_labels(path, (0, 0, 128, 128), (128, 128)).values
+    assert np.array_equal(np.asarray(labels), values)
+    with pytest.raises(DataError, match=r"a\.tif: has parts that are not stored; save it anew, or set task\.tiles"):
+        slides.read_whole(path)
 
 
 def test_a_header_that_promises_more_than_the_file_has_is_refused_at_once(tmp_path: Path) -> None:
     tags = [(256, 2**31), (257, 2**31), (258, 8), (259, 1), (262, 1), (277, 1), (322, 512), (323, 512), (324, 8), (325, 8)]
     entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
     (tmp_path / "a.tif").write_bytes(b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + struct.pack("<I", 0))
-    with pytest.raises(DataError, match=r"a\.tif: slide cannot be read \(it has 1 blocks of"):
+    with pytest.raises(DataError, match=r"a\.tif: (slide|image) cannot be read|a\.tif: has over"):
         slides.layout(tmp_path / "a.tif")
     with pytest.raises(DataError, match="1,048,576 tiles, at most 1,000,000 are cut"):
         slides.tiles((2**14, 2**14), TilesConfig(size=16))

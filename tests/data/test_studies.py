@@ -9,11 +9,9 @@ import pytest
 
 from consilium.data import volumes
 from consilium.data.datalist import Item, read_datalist
-from consilium.data.images import read_image
 from consilium.data.slices import expand
-from consilium.data.synthetic.hospitals import draw
+from consilium.data.synthetic.organs import draw
 from consilium.data.synthetic.phantoms import habits, make_phantoms
-from tests.data.importing import read_mask
 
 SPEC = {"site": "site-2", "seed": 0, "size": 24}
 
@@ -55,19 +53,6 @@ def test_dicom_says_itself_whose_it_is_and_holds_the_voxels_of_nifti(tmp_path: P
     masks = [volumes.labels(item.label, header) for item, header in zip((one, other), headers, strict=True)]
     assert np.array_equal(masks[0].values > 0, masks[1].regions["organ"])
     assert np.array_equal(masks[0].values == 2, masks[1].regions["lesion"])
-
-
-def test_pictures_are_the_volumes_slices(tmp_path: Path) -> None:
-    splits = {files: made(tmp_path / files, files)["test"] for files in ("nifti", "png")}
-    volume, pictures = splits["nifti"][0], splits["png"]
-    count = volumes.header(volume.image).grid.shape[2]
-    values, labels = volumes.voxels(volume.image), volumes.voxels(volume.label)
-    for k in (0, count // 2):
-        grey = np.clip((values[:, :, k].T + 140.0) / 400, 0, 1) * 255
-        assert np.abs(read_image(pictures[k])[..., 0] - grey).max() <= 0.51
-        assert np.array_equal(read_mask(pictures[k].label), labels[:, :, k].T)
-    assert len(pictures) == sum(volumes.header(item.image).grid.shape[2] for item in splits["nifti"])
-    assert len({item.patient for item in pictures}) == 1
 
 
 def test_each_shift_changes_only_its_side() -> None:

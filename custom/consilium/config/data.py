@@ -54,7 +54,7 @@ class PhantomConfig(Section):
             "turn, and every site's test split has all five"
         ),
     ] = None
-    files: Annotated[Literal["nifti", "dicom", "png"], Field(description="the file format of an organ's volumes")] = "nifti"
+    files: Annotated[Literal["nifti", "dicom"], Field(description="the file format of an organ's volumes")] = "nifti"
     groups: Annotated[
         Annotated[int, Field(ge=1, le=10_000)] | None,
         Field(

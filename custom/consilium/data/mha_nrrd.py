@@ -78,6 +78,7 @@ def voxels(path: Path) -> np.ndarray:
 
 
 _UNREADABLE = "cannot be read as MetaImage or NRRD"
+_CONVERT = "which is not read; convert it to NIfTI, or save it in one file as .mha or .nrrd"
 _SPACED = "write the right numbers into its header, which is text"
 _ANY_HEADER = 47
 """zlib's `wbits` for a stream of zlib or gzip with a window of any size."""
@@ -92,17 +93,6 @@ def _read_layout(path: Path) -> _Layout:
         raise DataError(f"{path}: {_UNREADABLE} (its header has no {error.args[0]}); {TAKE_OFF}") from None
     check_unpacked(path, found.grid.shape, found.dtype.itemsize, _UNREADABLE)
     return found
-
-
-def _raise_first_fault(path: Path, *faults: tuple[bool, str]) -> None:
-    """Raise DataError for the first fault of (whether it is there, its description) pairs, with the remedy."""
-    raise_first_fault(
-        path,
-        *(
-            (there, f"{what}, which is not read; convert it to NIfTI, or save it in one file as .mha or .nrrd")
-            for there, what in faults
-        ),
-    )
 
 
 def _affine(steps: np.ndarray, origin: np.ndarray, signs: Any = (-1, -1, 1)) -> np.ndarray:
@@ -131,11 +121,12 @@ def _read_metaimage(path: Path, head: bytes) -> _Layout:
         return any(fields.get(name, "").lower() in ("true", "1") for name in names)
 
     kind = _META_TYPES.get(fields["ElementType"].removeprefix("MET_"), "")
-    _raise_first_fault(
+    is_text = not is_true("BinaryData") and "BinaryData" in fields
+    raise_first_fault(
         path,
-        (fields["ElementDataFile"] != "LOCAL", "has its voxels in another file"),
-        (int(fields.get("ElementNumberOfChannels", 1)) != 1, "holds several values a voxel"),
-        (not kind or not (is_true("BinaryData") or "BinaryData" not in fields), "holds numbers as text, or of an unknown type"),
+        (fields["ElementDataFile"] != "LOCAL", f"has its voxels in another file, {_CONVERT}"),
+        (int(fields.get("ElementNumberOfChannels", 1)) != 1, f"holds several values a voxel, {_CONVERT}"),
+        (not kind or is_text, f"holds numbers as text, or of an unknown type, {_CONVERT}"),
     )
     sizes = [int(n) for n in fields["DimSize"].split()]
     shape, count = volume_shape(path, sizes), len(sizes)
@@ -160,14 +151,14 @@ def _read_nrrd(path: Path, head: bytes) -> _Layout:
     lines = head[: end.start() if end else None].decode("latin-1").splitlines()[1:]
     pairs = (line.partition(":") for line in lines if not line.startswith("#"))
     fields = {name.strip().lower(): value.strip() for name, _, value in pairs if not value.startswith("=")}
-    _raise_first_fault(path, (bool({"data file", "datafile"} & fields.keys()), "has its voxels in another file"))
+    raise_first_fault(path, (bool({"data file", "datafile"} & fields.keys()), f"has its voxels in another file, {_CONVERT}"))
     if end is None:
         raise DataError(f"{path}: {_UNREADABLE} (its header has no end); {TAKE_OFF}")
     kind = next((kind for kind, names in _NRRD_TYPES.items() if fields["type"].lower() in names), "")
     encoding = fields["encoding"].lower()
     skips = {fields.get(name, "0") for name in ("line skip", "lineskip", "byte skip", "byteskip")}
     unknown = not kind or encoding not in ("raw", "gzip", "gz") or skips != {"0"}
-    _raise_first_fault(path, (unknown, f"holds {fields['type']} in encoding {encoding}"))
+    raise_first_fault(path, (unknown, f"holds {fields['type']} in encoding {encoding}, {_CONVERT}"))
     sizes = [int(n) for n in fields["sizes"].split()]
     shape, order = volume_shape(path, sizes), ">" if fields.get("endian", "little").lower() == "big" else "<"
     grid = Grid(shape, _nrrd_affine(path, fields, len(sizes)))
@@ -183,14 +174,14 @@ def _nrrd_affine(path: Path, fields: dict[str, str], count: int) -> np.ndarray |
         check_spacing(path, "spacings", spacing.tolist(), _SPACED)
         return _affine(np.diag(spacing), np.zeros(count))
     space = fields.get("space", "lps" if "space dimension" in fields else "").lower()  # as ITK reads it
-    _raise_first_fault(path, (space not in _SPACES, "lies in a space that is not the patient's"))
-    steps = np.array([_read_vector(one) for one in re.findall(r"\([^)]*\)", fields["space directions"])])
+    raise_first_fault(path, (space not in _SPACES, f"lies in a space that is not the patient's, {_CONVERT}"))
+    steps = _read_vectors(fields["space directions"])
+    origin = _read_vectors(fields.get("space origin", "(0,0,0)"))[0]
     check_spacing(path, "the length of its space directions", np.linalg.norm(steps, axis=1).tolist(), _SPACED)
-    origin = _read_vector(fields["space origin"]) if "space origin" in fields else np.zeros(steps.shape[1])
     if steps.shape == (2, 3):  # a plane in space: its third step is perpendicular, of 1 mm
         steps = np.vstack([steps, np.cross(*steps) / np.linalg.norm(np.cross(*steps))])
     return _affine(steps, origin, _SPACES[space])
 
 
-def _read_vector(text: str) -> np.ndarray:
-    return np.array(text.strip("() ").split(","), np.float64)
+def _read_vectors(text: str) -> np.ndarray:
+    return np.array([one.split(",") for one in re.findall(r"\(([^)]*)\)", text)], np.float64)

@@ -14,7 +14,7 @@ import struct
 import unicodedata
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
@@ -48,6 +48,14 @@ MOST_SCANS = 32
 """Scans, passes over the whole picture, in a JPEG. Cameras and web sites write 1 to 12."""
 MOST_PAGES = 4096
 """Pages of a TIFF."""
+MOST_TAGS = 256
+"""Tags of a page of a TIFF whose tags are read. Scanners write about 30."""
+TIFF_TILE = (322, 323)
+"""TIFF's tags of the width and the length of stored tiles."""
+_TIFF_FORMAT, _TIFF_OFFSETS = 339, (324, 273)
+"""TIFF's tags of the format of numbers, where 2 has a sign, and of the places of tiles and of strips."""
+_TIFF_NUMBERS = {1: "B", 3: "H", 4: "I", 6: "b", 8: "h", 9: "i", 16: "Q", 17: "q"}
+"""Formats for struct of TIFF's types of whole numbers."""
 MOST_VOLUME_FILE = MOST_VOLUME + 2**20
 """Bytes of a volume's file: an uncompressed volume and its header."""
 T = TypeVar("T")
@@ -264,7 +272,15 @@ def open_picture(path: Path) -> Image.Image:
 
 
 def page_count(path: Path) -> int:
-    """Return the number of pages of a TIFF, by following its chain of pages. Raises DataError for more than MOST_PAGES."""
+    """Return the number of pages of a TIFF. Raises UnfitError for more than MOST_PAGES."""
+    return sum(1 for _ in tiff_pages(path, ()))
+
+
+def tiff_pages(path: Path, tags: Collection[int]) -> Iterator[dict[int, int]]:
+    """Yield the first number of each of `tags` for every page of a TIFF, by following its chain of pages.
+
+    Raises UnfitError for more than MOST_PAGES, and for a page of more than MOST_TAGS if tags are read.
+    """
     with path.open("rb") as file:
         head = file.read(16)
         order = "<" if head[:2] == b"II" else ">"
@@ -278,9 +294,20 @@ def page_count(path: Path) -> int:
                 raise UnfitError(f"{path}: has over {MOST_PAGES:,} pages; save each as a picture of its own", "several pages")
             file.seek(at)
             entries = _read_number(file, order + count)
-            file.seek(entry * entries, os.SEEK_CUR)
+            if tags and entries > MOST_TAGS:
+                raise UnfitError(f"{path}: a page has {entries:,} tags, at most {MOST_TAGS} are read; save it anew")
+            start, found = file.tell(), dict[int, int]()
+            for number in range(entries if tags else 0):
+                file.seek(start + number * entry)
+                tag, kind, length = (_read_number(file, order + form) for form in ("H", "H", offset))
+                if tag in tags and kind in _TIFF_NUMBERS:
+                    form = order + _TIFF_NUMBERS[kind]
+                    if struct.calcsize(form) * length > struct.calcsize(offset):
+                        file.seek(_read_number(file, order + offset))
+                    found.setdefault(tag, _read_number(file, form))  # of several, decoders take the first
+            yield found
+            file.seek(start + entry * entries)
             at = _read_number(file, order + offset)
-    return len(seen)
 
 
 def _read_number(file: IO[bytes], form: str) -> int:
@@ -301,6 +328,14 @@ def check_pixels(path: Path, picture: Image.Image) -> None:
         raise UnfitError(f"{path}: has {told} pages; save each as a picture of its own", "several pages")
     if picture.width * picture.height > MOST_PIXELS:
         raise _too_large_error(path, f"{picture.width}x{picture.height} pixels, at most {MOST_PIXELS:,}")
+    if picture.format == "TIFF":
+        columns, rows = (int(picture.tag_v2.get(tag) or 0) for tag in TIFF_TILE)  # type: ignore[attr-defined]
+        if columns * rows > MOST_PIXELS:
+            raise UnfitError(f"{path}: is stored in tiles of {columns}x{rows} pixels; save it in smaller ones", "too large")
+        if picture.mode == "L" and 2 in picture.tag_v2.get(_TIFF_FORMAT, ()):  # type: ignore[attr-defined]
+            raise UnfitError(f"{path}: has values of 8 bits with a sign, of which -1 would become 255; save it without")
+        if any(0 in picture.tag_v2.get(tag, ()) for tag in _TIFF_OFFSETS):  # type: ignore[attr-defined]
+            raise UnfitError(f"{path}: has parts that are not stored; save it anew, or set task.tiles if it is tiled")
     on_side = picture.format == "TIFF" and picture.getexif().get(ExifTags.Base.Orientation, 1) >= 5
     if on_side and picture.info.get("compression") == "raw":
         raise DataError(f"{path}: is an uncompressed TIFF that its orientation tag lays on its side; save it upright")
@@ -308,7 +343,8 @@ def check_pixels(path: Path, picture: Image.Image) -> None:
 
 def _too_large_error(path: Path, found: str) -> DataError:
     return UnfitError(
-        f"{path}: cannot be read as one picture ({found}); save it as a tiled TIFF and set task.tiles to read it by parts",
+        f"{path}: cannot be read as one picture ({found}); save it as a tiled, little-endian TIFF and set task.tiles to read "
+        "it by parts",
         "too large",
     )
 

@@ -1,50 +1,58 @@
 """Whole slides and large pictures, read by tiles: only a tile and the stored blocks that it overlaps are in memory.
 
-Plain TIFF is read by tifffile, which returns values as they are stored; SVS, NDPI and other slides by OpenSlide. PNG, JPEG and
-BMP cannot be read in parts: they are read whole, up to MOST_PIXELS, and then cut.
+Pictures of up to MOST_PIXELS are read whole and then cut. Slides, and larger TIFFs that are stored in tiles of 8-bit values,
+are read by OpenSlide.
 """
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from consilium.core.errors import DataError, UnfitError
 from consilium.data import pictures
-from consilium.data.codestreams import check_decoding_cost, codestream_shape
 from consilium.data.datalist import Tile
 from consilium.data.pixel_values import Labels, check_numbers, to_integers
-from consilium.data.safe_open import MOST_PIXELS, MOST_SLIDE, SLIDES, FileResultCache, page_count, wrap_decoding_errors
+from consilium.data.safe_open import (
+    MOST_PIXELS,
+    MOST_SLIDE,
+    SLIDES,
+    TIFF_TILE,
+    FileResultCache,
+    page_count,
+    tiff_pages,
+    wrap_decoding_errors,
+)
 from consilium.data.settings import PictureSettings, TilesConfig
 
-logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # a bad file causes one line, an error of ours
-MOST_BLOCK = 2**26
-"""Values of one stored block of a TIFF. A picture that is stored in one piece cannot be read by tiles."""
 MOST_BLOCK_BYTES = 2**28
-"""Bytes of one such block."""
-COMPRESSIONS = frozenset({1, 2, 3, 4, 5, 7, 8, 32773, 32946, 33003, 33005, 34712, 34925, 50000})
-"""TIFF's numbers of none, CCITT, LZW, JPEG, deflate, PackBits, JPEG 2000 (three), LZMA, Zstandard.
-
-Their decoders never write more than a block.
-"""
+"""Bytes of one stored tile in memory. OpenSlide ends the process when memory runs out."""
 MOST_TILES = 10**6
 """Tiles of one picture."""
-GREY, INVERTED, COLOURS, PALETTE, JPEG_COLOURS = 1, 0, 2, 3, 6
 _MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
-_SPARE = 2**16
+_PLAIN_TIFF = "generic-tiff"
+_SAVE = "save it as a tiled TIFF of 8 bits compressed by deflate, LZW or JPEG"
+_BITS = 258
+"""TIFF's tag of the bits per value."""
+_STORED = {
+    262: (0, 1, 2, 6),  # inverted grey, grey, RGB, colours of JPEG
+    277: (1, 3),  # samples per pixel
+    284: (1,),  # samples of a pixel lie together
+    339: (1,),  # unsigned numbers
+    274: (1,),  # upright
+}
+"""Values of TIFF's tags in a file whose values OpenSlide returns as they are stored."""
 _SAMPLED, _PROBES, _MASK_BLOCK = 256, 4, 2048
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A picture's levels as (rows, columns), the largest first, and its `reader`: "tifffile", "openslide" or "pictures"."""
+    """A picture's levels as (rows, columns), the largest first. `kind`: OpenSlide's name of its format, "" if PIL reads it."""
 
     levels: tuple[tuple[int, int], ...]
-    reader: str
+    kind: str = ""
 
 
 def is_slide(path: Path) -> bool:
@@ -71,17 +79,17 @@ def read(path: Path, tile: Tile, level: int = 0, what: str = "image") -> np.ndar
         raise UnfitError(f"{path}: tile {list(tile)} is outside its {columns}x{rows} pixels; name one within", "wrong tile")
     if width * height > MOST_PIXELS:
         raise DataError(f"{path}: tile {list(tile)} has over {MOST_PIXELS:,} pixels; name a smaller one", "wrong tile")
-    reader = layout(path).reader
+    kind = layout(path).kind
     with wrap_decoding_errors(path, "tile cannot be read", most=MOST_SLIDE):
-        if reader == "pictures":
+        if not kind:
             return check_numbers(path, _read_whole(path, what)[y : y + height, x : x + width])
-        if reader == "tifffile":
-            return check_numbers(path, _read_by_tifffile(path, tile, level, what))
         from openslide import OpenSlide
 
         with OpenSlide(str(path)) as slide:
             scale = slide.level_downsamples[level]
             region = np.asarray(slide.read_region((round(x * scale), round(y * scale)), level, (width, height)))
+        if kind == _PLAIN_TIFF:  # a tile that is not stored is 0
+            return check_numbers(path, region[..., :3])
         seen = region[..., :3].astype(np.float32) + (255.0 - region[..., 3:])  # transparent, so not scanned, becomes white
         return check_numbers(path, np.clip(seen, 0, 255).astype(np.uint8))
 
@@ -89,10 +97,13 @@ def read(path: Path, tile: Tile, level: int = 0, what: str = "image") -> np.ndar
 def read_labels(path: Path, tile: Tile, image_shape: tuple[int, int]) -> Labels:
     """Return the labels of a mask's tile, from the level with the (rows, columns) `image_shape`.
 
-    Raises DataError if the mask has no such level, or is not label values in one channel.
+    Raises DataError if the mask has no such level, or has colours. A smaller level must be smaller by a whole number, because
+    OpenSlide interpolates the values of others.
     """
     levels = layout(path).levels
-    if image_shape not in levels:
+    factors = {own: (levels[0][0] / own[0], levels[0][1] / own[1]) for own in levels}
+    down, across = factors.get(image_shape, (0.0, 0.5))
+    if down != across or not down.is_integer():
         raise UnfitError(
             f"{path}: mask is {pictures.size_text(levels[0])} pixels (width x height), its image "
             f"{pictures.size_text(image_shape)}; make them equal",
@@ -175,123 +186,35 @@ def window_percentiles(path: Path, level: int = 0) -> tuple[float, float]:
 @partial(FileResultCache, most=4096)
 def layout(path: Path) -> Layout:
     """Return a picture's levels and reader, from its header alone. Raises DataError."""
-    with wrap_decoding_errors(path, "slide cannot be read", most=MOST_SLIDE):
+    with wrap_decoding_errors(path, "slide cannot be read", _SAVE, MOST_SLIDE):
         with path.open("rb") as file:
-            tiff = file.read(4) in _MAGIC
-        if not tiff and not is_slide(path):
-            return Layout((pictures.picture_shape(path),), "pictures")
+            is_tiff = file.read(4) in _MAGIC
+        if not is_slide(path):
+            try:
+                return Layout((pictures.picture_shape(path),))
+            except DataError:  # too large to read whole, of another kind, or with several pages, which may be levels
+                if not is_tiff:
+                    raise
         try:
-            import tifffile  # noqa: F401
             from openslide import OpenSlide
         except ImportError:
-            if not is_slide(path):
-                return Layout((pictures.picture_shape(path),), "pictures")
             raise DataError(f"{path}: is a whole slide; install consilium-flare[slides] to read it") from None
-        by_openslide = (OpenSlide.detect_format(str(path)) or "generic-tiff") != "generic-tiff"
-        if tiff or not by_openslide:
-            return _tiff_layout(path, by_openslide)
-        with OpenSlide(str(path)) as slide:
-            return Layout(tuple((rows, columns) for columns, rows in slide.level_dimensions), "openslide")
-
-
-def _tiff_layout(path: Path, by_openslide: bool) -> Layout:
-    """Return the levels of a TIFF. Raises UnfitError for a file that cannot be read by tiles, or has several pages.
-
-    `by_openslide`: OpenSlide reads the file. Its stored tiles must then be small, because OpenSlide ends the process when
-    memory runs out.
-    """
-    from openslide import OpenSlide
-    from tifffile import TiffFile
-
-    page_count(path)
-    with TiffFile(path) as file:
-        for page in file.pages if by_openslide else ():
-            rows, columns = _block_shape(page)
-            if page.is_tiled and 4 * rows * columns > MOST_BLOCK_BYTES:
+        if (kind := OpenSlide.detect_format(str(path))) is None:
+            return Layout((pictures.picture_shape(path),))
+        for tags in tiff_pages(path, (_BITS, *TIFF_TILE, *_STORED)) if is_tiff else ():
+            columns, rows = (tags.get(tag, 0) for tag in TIFF_TILE)
+            if 4 * rows * columns > MOST_BLOCK_BYTES:
                 raise UnfitError(
                     f"{path}: is a slide with tiles of {columns}x{rows} pixels; save it in smaller ones", "too large"
                 )
-        if by_openslide:
-            with OpenSlide(str(path)) as slide:
-                return Layout(tuple((rows, columns) for columns, rows in slide.level_dimensions), "openslide")
-        first = file.pages[0]
-        if any(len(series.pages) > 1 for series in file.series):
-            raise UnfitError(f"{path}: has {len(file.pages)} pages; save each as a picture of its own", "several pages")
-        levels = [level.pages[0] for level in file.series[0].levels]
-        for page in levels:
-            kinds = (GREY, INVERTED, COLOURS, PALETTE, JPEG_COLOURS)
-            faults = (
-                (
-                    page.planarconfig != 1 or page.samplesperpixel not in (1, 3, 4) or page.imagedepth != 1,
-                    "is a TIFF of separate planes or layers; save it as grey or RGB",
-                ),
-                (page.photometric not in kinds, f"is a TIFF in {page.photometric}; save it as grey or RGB"),
-                (
-                    page.compression not in COMPRESSIONS,
-                    f"is a TIFF compressed as {page.compression}; save it with deflate, LZW, JPEG or JPEG 2000",
-                ),
-                (
-                    274 in first.tags and first.tags[274].value not in (0, 1),
-                    "is turned by its Orientation tag; save it upright",
-                ),
-            )
-            if fault := next((why for wrong, why in faults if wrong), ""):
-                raise UnfitError(f"{path}: {fault}")
-            rows, columns = _block_shape(page)
-            each = page.samplesperpixel * (page.dtype.itemsize if page.dtype is not None else 1)
-            if rows * columns * page.samplesperpixel > MOST_BLOCK or rows * columns * each > MOST_BLOCK_BYTES:
-                raise UnfitError(
-                    f"{path}: its {page.imagewidth}x{page.imagelength} pixels are stored in blocks of {columns}x{rows}; "
-                    "save it as a tiled TIFF",
-                    "too large",
-                )
-            needed = -(-page.imagelength // rows) * -(-page.imagewidth // columns)
-            if len(page.dataoffsets) < needed or len(page.databytecounts) < needed:
-                raise ValueError(f"it has {len(page.dataoffsets)} blocks of {needed}")
-        return Layout(tuple((int(page.imagelength), int(page.imagewidth)) for page in levels), "tifffile")
-
-
-def _block_shape(page: Any) -> tuple[int, int]:
-    """Return the (rows, columns) of a TIFF page's stored blocks: tiles, or strips as wide as the picture."""
-    if page.is_tiled:
-        return int(page.tilelength), int(page.tilewidth)
-    return min(int(page.rowsperstrip), int(page.imagelength)), int(page.imagewidth)
-
-
-def _read_by_tifffile(path: Path, tile: Tile, level: int, what: str) -> np.ndarray:
-    from tifffile import TiffFile
-
-    x, y, width, height = tile
-    with TiffFile(path) as file:
-        page = file.series[0].levels[level].pages[0]
-        rows, columns = _block_shape(page)
-        across = -(-page.imagewidth // columns)
-        found = np.zeros((height, width, page.samplesperpixel), page.dtype)
-        for row in range(y // rows, (y + height - 1) // rows + 1):
-            for column in range(x // columns, (x + width - 1) // columns + 1):
-                index, left, top = row * across + column, column * columns - x, row * rows - y
-                offset, count = page.dataoffsets[index], page.databytecounts[index]
-                if not count:  # nothing was scanned there
-                    continue
-                file.filehandle.seek(offset)
-                data = file.filehandle.read(count)
-                if len(data) < count:
-                    raise ValueError("it ends early")
-                if (coded := codestream_shape(data)) and coded[0] * coded[1] > 4 * rows * columns + _SPARE:
-                    raise ValueError(f"a block of {columns}x{rows} pixels has {coded[1]}x{coded[0]} in its code")
-                check_decoding_cost(file.filehandle.name, data)
-                block = page.decode(data, index, jpegtables=page.jpegtables, jpegheader=page.jpegheader)[0][0]
-                part = block[max(0, -top) : height - top, max(0, -left) : width - left]
-                found[max(0, top) : top + len(block), max(0, left) : left + block.shape[1]] = part
-        # alpha is dropped, and inverted grey is turned round; the palette numbers of a mask stay as they are stored
-        if found.shape[2] > 1:
-            return found[..., :3]
-        grey = found[..., 0]
-        if what == "image" and page.photometric == PALETTE:
-            return (page.colormap[:, grey] >> 8).astype(np.uint8).transpose(1, 2, 0)
-        if page.photometric == INVERTED:
-            grey = ~grey if grey.dtype == bool else np.iinfo(grey.dtype).max - grey
-        return grey.astype(np.uint8) * (255 if what == "image" else 1) if grey.dtype == bool else grey
+            if tags.get(_BITS, 8) != 8:
+                raise UnfitError(f"{path}: has values of {tags[_BITS]} bits; save a picture of this size with 8 bits")
+            if kind == _PLAIN_TIFF and any(tags.get(tag, known[-1]) not in known for tag, known in _STORED.items()):
+                raise UnfitError(f"{path}: save the TIFF upright, as grey or RGB without sign, palette or transparency")
+        with OpenSlide(str(path)) as slide:
+            if kind == _PLAIN_TIFF and (count := page_count(path)) > slide.level_count:
+                raise UnfitError(f"{path}: has {count} pages; save each as a picture of its own", "several pages")
+            return Layout(tuple((rows, columns) for columns, rows in slide.level_dimensions), kind)
 
 
 _read_whole = FileResultCache(pictures.read, most=2)

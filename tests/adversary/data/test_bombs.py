@@ -11,7 +11,7 @@ import pytest
 from tests.adversary.data import bombs
 
 pytest.importorskip("pydicom", reason="needs consilium-flare[dicom]")
-pytest.importorskip("tifffile", reason="needs consilium-flare[slides]")
+pytest.importorskip("openslide", reason="needs consilium-flare[slides]")
 
 MOST = 2**29
 """Bytes that a bomb may take of memory beside what the process has."""
@@ -26,7 +26,6 @@ XML: Bombs = {
     "laughs.xml": bombs.xml_laughs,
     "words.xml": bombs.xml_text,
     "elements.xml": bombs.xml_elements,
-    "deep.xml": bombs.xml_deep_regions,
 }
 QUICK: Bombs = {
     "beyond.dcm": bombs.deflated_beyond,
@@ -49,6 +48,7 @@ QUICK: Bombs = {
     "scans.jpg": bombs.jpeg_scans,
     "pages.tif": bombs.tiff_pages,
     "tiled-pages.tif": bombs.tiff_pages,
+    "tile.tif": bombs.tiff_tile,
     "tiled-block.tif": bombs.tiff_block,
     "tiled-slide.svs": bombs.slide_tile,
     "training.jsonl": bombs.one_line,
@@ -62,6 +62,7 @@ READ: Bombs = {
     "tags.tif": bombs.tiff_tags,
     "runs.bmp": bombs.bmp_runs,
     "lines.xml": bombs.xml_lines,
+    "deep.xml": bombs.xml_deep_regions,
 }
 """Those whose picture is within bounds, and read as such: what is behind it, or around it, is left."""
 LONG: Bombs = {

@@ -1,8 +1,13 @@
-"""Pixel values of DICOM images, decoded frame by frame."""
+"""Pixel values of DICOM images, decoded frame by frame.
 
-from collections.abc import Iterator
+The sizes and costs of compressed frames are read from their codes before a decoder allocates memory.
+"""
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from pydicom import Dataset
@@ -12,12 +17,17 @@ from pydicom.pixels.utils import get_expected_length, get_j2k_parameters
 from pydicom.uid import UID, ExplicitVRLittleEndian, ImplicitVRLittleEndian, JPEGExtended12Bit, RLELossless
 
 from consilium.core.errors import DataError
-from consilium.data.codestreams import check_decoding_cost, codestream_shape
 from consilium.data.dicom.files import PIXELS, SEGMENTATIONS, open_file, wrap_dicom_errors
 from consilium.data.dicom.frames import apply_rescale, frame_count, read_stack_headers
-from consilium.data.dicom.palette import palette_lookup
-from consilium.data.safe_open import TAKE_OFF, raise_first_fault
+from consilium.data.safe_open import MOST_SCANS, TAKE_OFF, raise_first_fault
 
+MOST_PARTS = 2**20
+"""The most code blocks, precincts and tiles of a JPEG 2000. Each takes hundreds of bytes; a code block is usually 64 x 64."""
+_NO_FRAME = {0xC4, 0xC8, 0xCC}
+"""JPEG markers from C0 to CF that do not begin a frame."""
+_J2K = b"\xff\x4f\xff\x51"
+_TILE = 16
+_STYLE, _STYLE_OF_COMPONENT, _TILE_PART, _DATA = 0xFF52, 0xFF53, 0xFF90, 0xFF93
 _SPARE = 2**20
 _LARGEST = 4
 """A compressed frame may take this multiple of its pixels' bytes: noise does not shrink, and does not grow much either."""
@@ -56,6 +66,157 @@ def _run_lengths(code: bytes) -> Iterator[int]:
         else:
             yield 257 - head if head > 128 else 0
             at += 2 if head > 128 else 1
+
+
+def codestream_shape(code: bytes) -> tuple[int, int] | None:
+    """Return (rows, columns) from the header of a JPEG, JPEG-LS or JPEG 2000 codestream; None for other codes."""
+    if (at := _codestream_start(code)) >= 0:
+        columns, rows, left, above = (int.from_bytes(code[at + n : at + n + 4], "big") for n in (8, 12, 16, 20))
+        return rows - above, columns - left
+    at = 2 if code[:2] == b"\xff\xd8" else len(code)
+    while at + 9 <= len(code) and code[at] == 0xFF:
+        if code[at + 1] == 0xF7 or (0xC0 <= code[at + 1] <= 0xCF and code[at + 1] not in _NO_FRAME):
+            return int.from_bytes(code[at + 5 : at + 7], "big"), int.from_bytes(code[at + 7 : at + 9], "big")
+        at += 1 if code[at + 1] == 0xFF else 2 + int.from_bytes(code[at + 2 : at + 4], "big")
+    return None
+
+
+def check_decoding_cost(where: str, code: bytes) -> None:
+    """Raise DataError for a codestream whose decoding takes far more time or memory than its pixels need."""
+    if code[:2] == b"\xff\xd8" and (scans := code.count(b"\xff\xda")) > MOST_SCANS:
+        raise DataError(f"{where}: is a JPEG of {scans:,} scans, at most {MOST_SCANS} are read; save it anew")
+    if (at := _codestream_start(code)) >= 0 and (parts := _count_allocated_parts(code, at)) > MOST_PARTS:
+        raise DataError(f"{where}: is a JPEG 2000 of {parts:,} parts, at most {MOST_PARTS:,} are read; save it anew")
+
+
+def _codestream_start(code: bytes) -> int:
+    """Return the offset of the codestream of a JPEG 2000, which may follow the boxes of a file; -1 if there is none."""
+    if code[:4] == _J2K:
+        return 0
+    return code.find(_J2K, 0, 2**16) if code[4:8] == b"jP  " else -1
+
+
+def _count_allocated_parts(code: bytes, start: int) -> int:
+    """Return an upper bound on the parts for which a JPEG 2000 decoder allocates memory (ISO/IEC 15444-1, A.5 and A.6)."""
+    size, _, width, height, _, _, tile, tall, left, above, components = struct.unpack_from(">HHIIIIIIIIH", code, start + 4)
+    across, down = -(-(width - left) // max(1, tile)), -(-(height - above) // max(1, tall))
+    found, at, ends = 0, start + 4 + size, 0
+    while at + 4 <= len(code):
+        marker, length = struct.unpack_from(">HH", code, at)
+        if marker == _TILE_PART:
+            ends = at + struct.unpack_from(">I", code, at + 6)[0]
+        elif marker == _STYLE:
+            found = max(found, _count_blocks_and_precincts(code[at + 4 : at + 2 + length], 5, width, height, components))
+        elif marker == _STYLE_OF_COMPONENT:
+            first = at + (5 if components < 257 else 6)
+            found = max(found, _count_blocks_and_precincts(code[first : at + 2 + length], 1, width, height, components))
+        elif marker == _DATA:
+            if ends <= at:
+                break
+            at = ends
+            continue
+        at += 2 + length
+    return found + _TILE * across * down
+
+
+def _count_blocks_and_precincts(style: bytes, skipped: int, width: int, height: int, components: int) -> int:
+    """Return the number of code blocks and precincts into which a coding style cuts a picture.
+
+    `style`: flags (1 byte), `skipped` - 1 ignored bytes, the number of levels, the code block sizes, 2 ignored bytes, then the
+    precinct sizes.
+    """
+    levels, across, down = style[skipped : skipped + 3]
+    precincts = style[skipped + 5 :] if style[0] & 1 else b"\xff" * (levels + 1)
+    found = -(-width >> (across & 15) + 2) * -(-height >> (down & 15) + 2) * 4 // 3
+    for level, each in enumerate(precincts[: levels + 1]):
+        less = levels - level
+        found += 4 * (-(-(width >> less) >> (each & 15)) * -(-(height >> less) >> (each >> 4)))
+    return found * components
+
+
+MOST_ENTRIES = 2**16
+"""Entries of a palette."""
+_DARK = 2**12
+"""If all 16-bit words are smaller, they would look black, so they have fewer bits than their descriptor says."""
+_SAVE = "save it as RGB"
+
+
+def palette_lookup(file: Path, elements: Dataset) -> Callable[[np.ndarray], np.ndarray]:
+    """Return a function that turns stored values (H, W) into a file's colours (H, W, 3) of 8 bits.
+
+    Values outside the table get its first or last colour. Raises DataError for tables that are missing, too short or too long.
+    """
+    tables = [_table_entries(file, elements, colour) for colour in ("Red", "Green", "Blue")]
+    if len({len(table) for table in tables}) > 1:
+        lengths = ", ".join(f"{len(table):,}" for table in tables)
+        raise DataError(f"{file}: its palette has {lengths} reds, greens and blues; {_SAVE}")
+    words = np.stack(tables, 1)
+    (_, first, described), most = _read_descriptor(file, elements, "Red"), int(words.max())
+    first -= 2**16 if first >= 2**15 and elements.get("PixelRepresentation") else 0
+    bits = 16 if most >= _DARK else max(8, most.bit_length())
+    bits = described if 8 <= described < 16 and most < 1 << described else bits
+    colours = (words >> (bits - 8)).astype(np.uint8)
+    return lambda stored: colours[(stored.astype(np.int64) - first).clip(0, len(colours) - 1)]
+
+
+def _read_descriptor(file: Path, elements: Dataset, colour: str) -> tuple[int, int, int]:
+    """Return a table's number of entries, the stored value of its first entry (16 bits), and the bits per word."""
+    found: Any = elements.get(f"{colour}PaletteColorLookupTableDescriptor")
+    if found is None or len(found) != 3:
+        raise DataError(f"{file}: its palette has no descriptor of {colour.lower()}; {_SAVE}, or {TAKE_OFF}")
+    count, first, bits = (int(value) & 0xFFFF for value in found)
+    return count or MOST_ENTRIES, first, bits
+
+
+def _table_entries(file: Path, elements: Dataset, colour: str) -> np.ndarray:
+    """Return the words (N,) of one colour's table. Raises DataError."""
+    count, _, bits = _read_descriptor(file, elements, colour)
+    if plain := elements.get(f"{colour}PaletteColorLookupTableData"):
+        size = 2 if not isinstance(plain, bytes) or len(plain) >= 2 * count else 1
+        found = _table_words(elements, f"{colour}PaletteColorLookupTableData", size)[:count]
+    else:
+        keyword = f"Segmented{colour}PaletteColorLookupTableData"
+        sizes = (1, 2) if bits == 8 else (2, 1)
+        expanded = (
+            _expand_segments(_table_words(elements, keyword, size).tolist(), count) for size in sizes if elements.get(keyword)
+        )
+        found = np.array(next((one for one in expanded if len(one) == count), []), np.int64)
+    if len(found) < count:
+        raise DataError(
+            f"{file}: its palette declares {count:,} colours and contains a different number, or refers to its own segments, "
+            f"which is not read; {_SAVE}, or {TAKE_OFF}"
+        )
+    return found
+
+
+def _table_words(elements: Dataset, keyword: str, size: int) -> np.ndarray:
+    """Return a table's words of `size` bytes."""
+    value: Any = elements[keyword].value
+    if not isinstance(value, bytes):  # stored with the type US instead of OW
+        return np.array(value, np.int64)
+    little = elements.original_encoding[1] is not False
+    if size == 1 and not little and elements[keyword].VR == "OW":
+        value = np.frombuffer(value[: len(value) // 2 * 2], ">u2").astype("<u2").tobytes()
+    return np.frombuffer(value[: len(value) // size * size], f"{'<' if little else '>'}u{size}").astype(np.int64)
+
+
+def _expand_segments(words: Sequence[int], most: int) -> list[int]:
+    """Return the entries that a segmented table encodes: lists of entries, and linear ramps.
+
+    [] for more than `most` entries, or other types of segments.
+    """
+    found: list[int] = []
+    at = 0
+    while at + 2 < len(words):
+        kind, length = words[at : at + 2]
+        if kind > 1 or len(found) + length > most or (kind == 1 and not found):
+            return []
+        if kind == 0:
+            found += words[at + 2 : at + 2 + length]
+        else:
+            found += np.rint(np.linspace(found[-1], words[at + 2], length + 1)[1:]).astype(int).tolist()
+        at += 3 if kind else 2 + length
+    return found
 
 
 _SAVE_AS = "save it as JPEG 2000, JPEG-LS, RLE or uncompressed"

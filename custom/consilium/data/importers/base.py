@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 from PIL import Image
@@ -17,11 +18,15 @@ from PIL import Image
 from consilium.core.errors import DataError
 from consilium.core.sanitize import first_names_text
 from consilium.data.pairs import Pattern, compose_unicode
-from consilium.data.safe_open import open_picture, text_lines, wrap_decoding_errors
+from consilium.data.safe_open import check_file, open_picture, text_lines, wrap_decoding_errors
 
 NO_PATIENTS = "names no patients, so one patient's pictures may be in two splits"
 GIVE = "give the publisher's file"
 UNREADABLE = ("cannot be read as a picture", "replace it")
+MOST_XML = 2**24
+"""Bytes of an XML file. MoNuSeg's largest have a few MB."""
+MOST_NODES = 2**21
+"""Elements and attributes of an XML file. Each may take up to 400 bytes of memory although it has only 4 bytes in the file."""
 PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 
 
@@ -30,11 +35,10 @@ class Options:
     """A user's options of an import.
 
     `validation` and `test`: the shares of splits that the publisher does not have. `sites`: pool all samples and deal patients
-    out to this number of sites; 0 keeps the set's own sites. `minimum`: the fewest samples of a site. `types`: classes of cells
-    instead of one class of nuclei. `resplit`: ignore the publisher's splits. `size`: which of several training sets to read.
-    `only`: the sites to import, all if empty. `rename`: new names of sites. `columns`: a table's headings by field.
-    `mask_patterns`: how names of masks follow from those of pictures. `exact_values`: every value of a mask is a label.
-    `patient_folders`: whether folders are patients; None decides by their names.
+    out to this number of sites; 0 keeps the set's own sites. `minimum`: the fewest samples of a site. `resplit`: ignore the
+    publisher's splits. `size`: which of several training sets to read. `only`: the sites to import, all if empty. `rename`: new
+    names of sites. `columns`: a table's headings by field. `mask_patterns`: how names of masks follow from those of pictures.
+    `exact_values`: every value of a mask is a label. `patient_folders`: whether folders are patients; None decides by names.
     """
 
     validation: float = 0.1
@@ -42,7 +46,6 @@ class Options:
     seed: int = 0
     sites: int = 0
     minimum: int = 1
-    types: bool = False
     resplit: bool = False
     size: str = ""
     only: tuple[str, ...] = ()
@@ -116,19 +119,15 @@ class ImportResult:
 class Importer:
     """A data set: its layout in one line, and its reader. A result without samples means that the source has another layout.
 
+    `takes`: the fields of Options that only some importers take. `is_own`: the labels are a user's, not a publisher's.
     `sizes`: names of its training sets, the default first.
-
-    `has_types`: it has classes of cells. `is_file`: the source is a file, not a folder. `has_patterns`: the user may give
-    patterns for the names of masks. `is_own`: the labels are a user's, not a publisher's.
     """
 
     layout: str
     read: Callable[[Path, Options], ImportResult]
-    has_types: bool = False
-    has_patterns: bool = False
-    sizes: tuple[str, ...] = ()
-    is_file: bool = False
+    takes: tuple[str, ...] = ()
     is_own: bool = False
+    sizes: tuple[str, ...] = ()
 
 
 def wrong_layout(source: Path, expected: str) -> DataError:
@@ -194,6 +193,34 @@ def csv_rows_if_complete(path: Path, *columns: str) -> list[dict[str, str]]:
     (_, head), *rows = numbered_csv_rows(path) or [(0, [])]
     found = [dict(zip_longest(head, row[: len(head)], fillvalue="")) for _, row in rows]
     return found if set(columns) <= set(head) else []
+
+
+class _BoundedBuilder(ElementTree.TreeBuilder):
+    """Build a tree of at most MOST_NODES, without a document type."""
+
+    nodes = 0
+
+    def doctype(self, name: str, pubid: str | None, system: str | None) -> None:
+        raise ValueError("it declares a document type, whose entities can expand to gigabytes")
+
+    def start(self, tag: str, attrs: dict[str, str], /) -> ElementTree.Element:  # type: ignore[override]
+        self.nodes += 1 + len(attrs)
+        if self.nodes > MOST_NODES:
+            raise ValueError(f"it has over {MOST_NODES:,} elements and attributes")
+        return super().start(tag, attrs)
+
+
+def read_xml(path: Path, expected: str) -> ElementTree.Element:
+    """Return the root of an XML file. `expected`: what the file should hold, for the message.
+
+    Elements may be nested deeply, so search them by paths: a search below each element could take hours. Raises DataError for a
+    damaged file, a document type, and beyond MOST_XML and MOST_NODES.
+    """
+    check_file(path, GIVE, MOST_XML)
+    try:
+        return ElementTree.parse(path, ElementTree.XMLParser(target=_BoundedBuilder())).getroot()
+    except (OSError, ValueError, LookupError, ElementTree.ParseError) as error:  # LookupError: an unknown encoding
+        raise DataError(f"{path}: expected {expected}; found otherwise ({error}); {GIVE}") from None
 
 
 def frame_order(path: Path) -> tuple[int, str]:

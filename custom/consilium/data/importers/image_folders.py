@@ -463,4 +463,4 @@ def _lone_split_notes(folder: str, options: Options) -> list[str]:
     return [f"{folder}/ is taken as the {split} split; --resplit cuts it anew"]
 
 
-SETS = {"own": Importer(LAYOUT, read_site_folders, has_patterns=True, is_own=True)}
+SETS = {"own": Importer(LAYOUT, read_site_folders, ("mask_patterns", "exact_values", "patient_folders"), is_own=True)}

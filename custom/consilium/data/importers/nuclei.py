@@ -1,7 +1,4 @@
-"""Importers of nuclei in histology, drawn as arrays or polygons: PanNuke, MoNuSeg, MoNuSAC.
-
-Masks have the value 1 for every nucleus, or with --types a value per class of cell.
-"""
+"""Importers of nuclei in histology, drawn as arrays or polygons: PanNuke, MoNuSeg, MoNuSAC. Nuclei have the value 1."""
 
 import re
 from functools import partial
@@ -28,21 +25,16 @@ from consilium.data.importers.base import (
     find_partner,
     find_subfolder,
     mask_png,
+    read_xml,
     walk_folders,
     wrong_layout,
 )
-from consilium.data.importers.xml_files import read_xml
 from consilium.data.safe_open import MOST_SLIDE, wrap_decoding_errors
 
 NUCLEUS = {"nucleus": [1]}
-PANNUKE_TYPES = ["neoplastic", "inflammatory", "connective", "dead", "epithelial"]
-"""PanNuke's mask channels 0 to 4; channel 5 is background."""
-MONUSAC_TYPES = ["epithelial", "lymphocyte", "macrophage", "neutrophil"]
+CHANNELS = 5
+"""PanNuke's channels of nuclei, one per class; the next one is background."""
 FOLDS = {"1": "training", "2": "validation", "3": "test"}
-
-
-def _numbered_classes(types: list[str]) -> dict[str, list[int]]:
-    return {name: [value] for value, name in enumerate(types, start=1)}
 
 
 def read_pannuke(source: Path, options: Options) -> ImportResult:
@@ -52,27 +44,25 @@ def read_pannuke(source: Path, options: Options) -> ImportResult:
     picture, because patients are not named. Raises DataError for another layout.
     """
     arrays = [path for path in find_files(source, ["images.npy"]) if path.name == "images.npy"]
-    numbers = {_fold_number(source, path) for path in arrays}
-    published = numbers == set(FOLDS) and len(arrays) == len(FOLDS) and not options.resplit
-    numbered = np.arange(1, len(PANNUKE_TYPES) + 1) if options.types else 1
+    numbers = {path: _fold_number(source, path) for path in arrays}
+    published = sorted(numbers.values()) == sorted(FOLDS) and not options.resplit
 
     def picture(images: np.ndarray, index: int) -> bytes:
         return encode_png(np.clip(images[index], 0, 255))
 
     def labels(masks: np.ndarray, index: int) -> np.ndarray:
-        return ((np.asarray(masks[index, :, :, : len(PANNUKE_TYPES)]) > 0) * numbered).max(axis=2)
+        return (np.asarray(masks[index, :, :, :CHANNELS]) > 0).max(axis=2)
 
     found = []
-    for path in arrays:
+    for path, fold in numbers.items():
         parts = ["masks" if part.lower() == "images" else part for part in path.parent.relative_to(source).parts]
         beside = next((p for p in (path.with_name("masks.npy"), source.joinpath(*parts, "masks.npy")) if p.is_file()), None)
         if beside is None:
             raise wrong_layout(path.parent, f"masks.npy there, or in {source.joinpath(*parts)}")
         images, masks, tissues = _load_array(path), _load_array(beside), _load_array(path.with_name("types.npy"))
-        if not len(images) == len(masks) == len(tissues) or masks.ndim != 4 or masks.shape[3] < len(PANNUKE_TYPES):
+        if not len(images) == len(masks) == len(tissues) or masks.ndim != 4 or masks.shape[3] < CHANNELS:
             shapes = ", ".join(str(array.shape) for array in (images, masks, tissues))
             raise DataError(f"{path}: expected N images (N, H, W, 3), masks (N, H, W, 6) and N types; found {shapes}")
-        fold = _fold_number(source, path)
         start = f"fold{fold}" if fold else slug(str(path.parent.relative_to(source))) or "pannuke"
         for index, tissue in enumerate(tissues):
             name = f"{start}-{index:05d}"
@@ -80,8 +70,7 @@ def read_pannuke(source: Path, options: Options) -> ImportResult:
             label, split = mask_png(name, labels, masks, index), FOLDS[fold] if published else None
             found.append(SourceSample(slug(str(tissue)), name, image, label, split=split))
     rotation = "folds 1, 2 and 3 are training, validation and test; --validation and --test are not used"
-    note = rotation if published else f"pannuke: {NO_PATIENTS}"
-    return ImportResult(found, _numbered_classes(PANNUKE_TYPES) if options.types else NUCLEUS, [note])
+    return ImportResult(found, NUCLEUS, [rotation if published else f"pannuke: {NO_PATIENTS}"])
 
 
 def _fold_number(source: Path, path: Path) -> str:
@@ -110,7 +99,7 @@ def read_monuseg(source: Path, options: Options) -> ImportResult:
         xmls = by_stem(find_files(annotations, [".xml"]))
         for image in find_files(images, [".tif"]):
             xml = find_partner(image.stem, xmls, image, "annotation (*.xml)")
-            found.append(_sample_from_polygons("monuseg", image, xml, None, split))
+            found.append(_sample_from_polygons("monuseg", image, xml, split))
     return ImportResult(found, NUCLEUS)
 
 
@@ -118,7 +107,7 @@ def read_monusac(source: Path, options: Options) -> ImportResult:
     """Read MoNuSAC: a folder per patient, pictures TCGA-HH-PPPP-..._N.tif (else .svs) with polygons in an .xml of that name.
 
     Each hospital, the second field of the TCGA barcode, is a site. Patients below a folder with "Testing" in its name are the
-    publisher's test split. Regions named Ambiguous become background. Raises DataError for another layout.
+    publisher's test split. Regions named Ambiguous are left out. Raises DataError for another layout.
     """
     found = []
     for xml in find_files(source, [".xml"]):
@@ -129,40 +118,29 @@ def read_monusac(source: Path, options: Options) -> ImportResult:
             raise DataError(f"{xml}: expected a name that starts with a TCGA barcode (TCGA-A2-A0ES); found {xml.stem}")
         test = any("testing" in part.lower() for part in xml.relative_to(source).parts[:-1])
         site = slug("tcga-" + xml.stem.split("-")[1])
-        found.append(_sample_from_polygons(site, image, xml, options.types, "test" if test else None))
-    return ImportResult(found, _numbered_classes(MONUSAC_TYPES) if options.types else NUCLEUS)
+        found.append(_sample_from_polygons(site, image, xml, "test" if test else None))
+    return ImportResult(found, NUCLEUS)
 
 
-def _sample_from_polygons(site: str, image: Path, xml: Path, by_type: bool | None, split: str | None) -> SourceSample:
-    """Return a sample whose mask is drawn from the regions in an Aperio XML. The barcode's first three fields are its patient.
-
-    `by_type`: whether each of MoNuSAC's classes has its own label value; None if regions have no class.
-    """
+def _sample_from_polygons(site: str, image: Path, xml: Path, split: str | None) -> SourceSample:
+    """Return a sample whose mask is drawn from an Aperio XML. The first three fields of the barcode are its patient."""
     patient = "-".join(image.stem.split("-")[:3])
-    return SourceSample(
-        site, patient, image, mask_png(image.stem, _draw_mask, image, xml, by_type), split=split, is_patient=True
-    )
+    return SourceSample(site, patient, image, mask_png(image.stem, _draw_mask, image, xml), split=split, is_patient=True)
 
 
-def _draw_mask(image: Path, xml: Path, by_type: bool | None) -> np.ndarray:
-    """Return label values (H, W) of the filled regions: 1, or a value per class. Later regions cover earlier ones."""
+def _draw_mask(image: Path, xml: Path) -> np.ndarray:
+    """Return label values (H, W): 1 in the filled regions, except those named Ambiguous."""
     canvas = Image.new("L", pictures.picture_shape(image)[::-1], 0)
     draw, expected = ImageDraw.Draw(canvas), "Aperio regions of vertices with X and Y"
-    root = read_xml(xml, expected, keeps_text=False)
     try:
-        for annotation in root.iter("Annotation"):
-            regions, value = list(annotation.iter("Region")), 1
-            if by_type is not None and regions:
-                named = next((one.attrib.get("Name", "") for one in annotation.iter("Attribute")), "").strip().lower()
-                if named not in (*MONUSAC_TYPES, "ambiguous"):
-                    raise DataError(f"{xml}: expected a class of {', '.join(MONUSAC_TYPES)} or ambiguous; found {named!r}")
-                value = 0 if named == "ambiguous" else MONUSAC_TYPES.index(named) + 1 if by_type else 1
-            for region in regions:
-                points = [(float(v.attrib["X"]), float(v.attrib["Y"])) for v in region.iter("Vertex")]
+        for annotation in read_xml(xml, expected).iterfind("Annotation"):
+            named = next((one.attrib.get("Name", "") for one in annotation.iterfind("Attributes/Attribute")), "")
+            for region in annotation.iterfind("Regions/Region"):
+                points = [(float(v.attrib["X"]), float(v.attrib["Y"])) for v in region.iterfind("Vertices/Vertex")]
                 if not all(isfinite(x) and isfinite(y) for x, y in points):
                     raise ValueError("a coordinate is no finite number")
-                if value and len(points) > 2:
-                    draw.polygon(points, fill=value)
+                if len(points) > 2 and named.strip().lower() != "ambiguous":
+                    draw.polygon(points, fill=1)
     except (KeyError, ValueError) as error:
         raise DataError(f"{xml}: expected {expected}; found otherwise ({error}); {GIVE}") from None
     return np.asarray(canvas)
@@ -172,7 +150,6 @@ SETS = {
     "pannuke": Importer(
         "fold folders such as 'Fold 1' with images/fold1/images.npy and types.npy, and masks/fold1/masks.npy",
         read_pannuke,
-        has_types=True,
     ),
     "monuseg": Importer(
         "a folder with 'Tissue Images'/*.tif and Annotations/*.xml, and perhaps MoNuSegTestData with both together",
@@ -181,6 +158,5 @@ SETS = {
     "monusac": Importer(
         "a folder per patient, named by TCGA barcode, with *.tif or *.svs and an *.xml of the same name",
         read_monusac,
-        has_types=True,
     ),
 }

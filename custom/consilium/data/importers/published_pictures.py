@@ -1,6 +1,6 @@
 """Importers of published pictures with masks or classes: polyps, fundus, OCT and others.
 
-Most sets are declarations (PictureSet, ClassSet) that shared code reads. They stand below their readers.
+Most sets are declarations (PictureSet) that shared code reads. They stand below their readers.
 """
 
 import re
@@ -44,25 +44,22 @@ Pairs = Sequence[tuple[str, str]]
 """(folder of pictures, folder of masks) names of folders that are beside each other."""
 
 
-def sample_with_drawings(image: Path, drawings: Sequence[Path], split: str | None = None, group: str = "") -> SourceSample:
-    """Return a sample with the drawings that its mask is made from. Its site is set later; its default group is the picture."""
-    return SourceSample("", group or image.stem, image, drawings[0], split=split, more=tuple(drawings[1:]))
-
-
 @dataclass(frozen=True)
 class PictureSet:
     """A published set that becomes one site.
 
     `folder`: the start of its folder's name, in lower-case letters and digits. `layout`: the content of the folder, for
-    messages. `read(folder)`: returns its samples. `label(name, *drawings)`: returns a drawing that can be used as the mask, or
-    the mask to write. `has_split`: the publisher has a test split. `has_frames`: pictures are frames of videos.
+    messages. `read(folder)`: returns its samples; the drawings of a mask are their label and `more`. `values`: a drawing with
+    these values only is used as it is. `make(*drawings)`: returns the mask's values otherwise; without it, such a drawing is
+    refused. `has_split`: the publisher has a test split. `has_frames`: pictures are frames of videos.
     `is_scattered`: the set comes as several folders.
     """
 
     folder: str
     layout: str
     read: Callable[[Path], Iterable[SourceSample]]
-    label: Callable[..., Path | DerivedFile]
+    values: tuple[int, ...] = ()
+    make: Callable[..., np.ndarray] | None = None
     has_split: bool = False
     has_frames: bool = False
     is_scattered: bool = False
@@ -74,24 +71,35 @@ class PictureSet:
 
 
 def with_masks(
-    site: str, found: Iterable[SourceSample], label: Callable[..., Path | DerivedFile], prefix: str = ""
+    site: str,
+    found: Iterable[SourceSample],
+    values: tuple[int, ...],
+    make: Callable[..., np.ndarray] | None,
+    prefix: str = "",
 ) -> Iterator[SourceSample]:
-    """Yield a site's samples with their masks. `prefix`: precedes the names of masks that will be written.
+    """Yield a site's samples with their masks, see PictureSet. `prefix`: precedes the names of masks that will be written.
 
-    Raises DataError if the size of a drawing differs from its picture's.
+    Raises DataError if the size of a drawing differs from its picture's, and for a drawing that cannot be used.
     """
     for one in found:
-        assert isinstance(one.image, Path)
+        image = Path(str(one.image))
         for mask in one.masks:
-            if (own := pictures.picture_shape(one.image)) != (other := pictures.picture_shape(mask)):
+            if (own := pictures.picture_shape(image)) != (other := pictures.picture_shape(mask)):
                 expected, there = map(pictures.size_text, (own, other))
-                raise DataError(f"{mask}: expected the {expected} pixels (width x height) of {one.image}; found {there}")
-        yield replace(one, site=site, label=label(f"{prefix}{one.image.stem}", *one.masks), more=())
+                raise DataError(f"{mask}: expected the {expected} pixels (width x height) of {image}; found {there}")
+        label: Path | DerivedFile = one.masks[0]
+        if not (values and is_usable_mask(one.masks[0], values)):
+            if make is None:
+                raise DataError(
+                    f"{label}: expected one channel of {', '.join(map(str, values))}; found other values or colours"
+                )
+            label = mask_png(f"{prefix}{image.stem}", make, *one.masks)
+        yield replace(one, site=site, label=label, more=())
 
 
 def read_sets(sets: dict[str, PictureSet], classes: dict[str, list[int]], source: Path, options: Options) -> ImportResult:
     """Read every set of `sets` whose folder is in the source, or is the source. Raises DataError if there is none."""
-    found: list[SourceSample] = []
+    found, unnamed = list[SourceSample](), list[str]()
     asked = select_sites(sets, options.only, {})
     for site, one in ((site, one) for site, one in sets.items() if site in asked):
         below = [p for p in sorted(source.iterdir()) if p.is_dir() and one.has_set_name(p)]
@@ -100,15 +108,14 @@ def read_sets(sets: dict[str, PictureSet], classes: dict[str, list[int]], source
             names = ", ".join(p.name for p in below)
             raise DataError(f"{source}: expected one folder for {one.folder}; found {names}; put them into one folder")
         for folder in [source] if whole else below:
-            own = list(with_masks(site, one.read(folder), one.label))
+            own = list(one.read(folder))
             if not own:
                 raise wrong_layout(folder, one.layout)
-            found += own
-    there = {one.site for one in found}
-    runs = {one.site for one in found if one.group.startswith("run-")}
-    unnamed = {s for s in there if not sets[s].has_frames and (options.resplit or not sets[s].has_split)}
-    notes = [f"{site}: {NAMES_NO_VIDEOS}" for site in sorted(runs)] + [f"{site}: {NO_PATIENTS}" for site in sorted(unnamed)]
-    return ImportResult(found, classes, notes)
+            own = grouped_by_video(own, folder) if one.has_frames else own
+            if any(not sample.is_patient for sample in own) and (one.has_frames or options.resplit or not one.has_split):
+                unnamed.append(f"{site}: {NAMES_NO_VIDEOS if one.has_frames else NO_PATIENTS}")
+            found += with_masks(site, own, one.values, one.make)
+    return ImportResult(found, classes, unnamed)
 
 
 def sets_layout(sets: dict[str, PictureSet]) -> str:
@@ -128,13 +135,25 @@ def folder_pair(folder: Path, pairs: Pairs) -> tuple[Path, Path]:
 def match_by_name(images: Path, masks: Path, split: str | None = None, prefix: str = "") -> list[SourceSample]:
     """Return a folder's pictures with the masks whose names are `prefix` and the picture's name. Raises DataError."""
     known = by_stem(find_files(masks, PICTURE_ENDINGS))
-    drawn = ((image, find_partner(prefix + image.stem, known, image, "mask")) for image in find_files(images, PICTURE_ENDINGS))
-    return [sample_with_drawings(image, [mask], split) for image, mask in drawn]
+    return [
+        SourceSample("", image.stem, image, find_partner(prefix + image.stem, known, image, "mask"), split=split)
+        for image in find_files(images, PICTURE_ENDINGS)
+    ]
+
+
+def read_pairs(pairs: Pairs, folder: Path) -> list[SourceSample]:
+    """Return the samples of a folder of pictures with the masks of equal names in the folder beside it. Raises DataError."""
+    return match_by_name(*folder_pair(folder, pairs))
 
 
 def find_folder(name: str, source: Path) -> Path | None:
     """Return the folder with this name in any case: the source, or a folder at any depth below it. None if there is none."""
     return next((one for one in walk_folders(source) if one.resolve().name.lower() == name.lower()), None)
+
+
+def in_frame_order(frames: Iterable[SourceSample]) -> list[SourceSample]:
+    """Return samples sorted by the last number in their picture's name, then by its name."""
+    return sorted(frames, key=lambda one: frame_order(Path(str(one.image))))
 
 
 def grouped_by_video(frames: Iterable[SourceSample], folder: Path | None) -> list[SourceSample]:
@@ -147,17 +166,12 @@ def grouped_by_video(frames: Iterable[SourceSample], folder: Path | None) -> lis
         if rows := csv_rows_if_complete(path, "frame_id", "sequence_id"):
             videos = {row["frame_id"].strip(): f"sequence-{row['sequence_id'].strip()}" for row in rows}
             break
-    ordered = sorted(frames, key=lambda one: frame_order(Path(str(one.image))))
+    ordered = in_frame_order(frames)
     groups = (
         videos.get(str(frame_order(Path(str(one.image)))[0]), f"run-{n * RUNS // len(ordered)}")
         for n, one in enumerate(ordered)
     )
     return [replace(one, group=g, is_patient=g.startswith("sequence-")) for one, g in zip(ordered, groups, strict=True)]
-
-
-def _polyps(pairs: Pairs, has_frames: bool, folder: Path) -> list[SourceSample]:
-    found = match_by_name(*folder_pair(folder, pairs))
-    return grouped_by_video(found, folder) if has_frames else sorted(found, key=lambda one: frame_order(Path(str(one.image))))
 
 
 def _etis(folder: Path) -> list[SourceSample]:
@@ -169,7 +183,7 @@ def _etis(folder: Path) -> list[SourceSample]:
     if not masks or not any(p.suffix.lower() in PICTURE_ENDINGS for p in folder.iterdir()):
         folder, masks = folder_pair(folder, [("ETIS-LaribPolypDB", "Ground Truth"), *PLAIN])
     prefix = "p" if all(p.stem.lower().startswith("p") for p in find_files(masks, PICTURE_ENDINGS)) else ""
-    return grouped_by_video(match_by_name(folder, masks, prefix=prefix), folder)
+    return match_by_name(folder, masks, prefix=prefix)
 
 
 def read_pranet(source: Path, options: Options) -> ImportResult:
@@ -190,13 +204,18 @@ def read_pranet(source: Path, options: Options) -> ImportResult:
     found: list[SourceSample] = []
     for site, own in sorted(parts.items()):
         by_stem(Path(str(one.image)) for one in own)
-        ordered = sorted(own, key=lambda one: frame_order(Path(str(one.image))))
-        found += with_masks(site, ordered if site == "kvasir-seg" else grouped_by_video(ordered, None), CUT_AT_HALF)
+        found += with_masks(
+            site, in_frame_order(own) if site == "kvasir-seg" else grouped_by_video(own, None), (0, 255), _cut_at_half
+        )
     if options.resplit:
         return ImportResult(found, POLYP, [f"kvasir-seg: {NO_PATIENTS}", f"the other sets {NAMES_NO_VIDEOS}"])
     notes = ["the published split is by picture: frames of one video may be in training and in test; --resplit cuts anew"]
     notes += [f"{s}: test pictures only, so it only tests; --resplit makes it train too" for s in sorted(set(parts) - trained)]
     return ImportResult(found, POLYP, notes)
+
+
+def _cut_at_half(drawing: Path) -> np.ndarray:
+    return np.where(grey_values(drawing) >= 128, 255, 0)
 
 
 def _refuge(folder: Path) -> Iterator[SourceSample]:
@@ -205,7 +224,7 @@ def _refuge(folder: Path) -> Iterator[SourceSample]:
     images = by_stem(shown)
     for mask in by_stem(find_files(folder, [".bmp"])).values():
         image = find_partner(mask.stem, images, mask, "picture (*.jpg)")
-        yield sample_with_drawings(image, [mask], {"V": "validation", "T": "test"}.get(mask.stem[0]), mask.stem)
+        yield SourceSample("", mask.stem, image, mask, split={"V": "validation", "T": "test"}.get(mask.stem[0]))
 
 
 def disc_cup_labels(exact: bool, mask: Path) -> np.ndarray:
@@ -233,7 +252,7 @@ def _drishti(folder: Path) -> Iterator[SourceSample]:
         if not cup.is_file():
             raise DataError(f"{disc}: expected {cup.name} beside it; found none; complete the set")
         test = any(part.lower().startswith("test") for part in disc.relative_to(folder).parts)
-        yield sample_with_drawings(image, [disc, cup], "test" if test else None, stem)
+        yield SourceSample("", stem, image, disc, split="test" if test else None, more=(cup,))
 
 
 def _rim_and_cup(disc: Path, cup: Path) -> np.ndarray:
@@ -262,25 +281,8 @@ def _rim_one(folder: Path) -> Iterator[SourceSample]:
     for image in by_stem(find_files(part, [".png"])).values():
         disc = find_partner(image.stem, first, image, "drawing (*-1-Disc-T.png)")
         cup = find_partner(f"{disc.stem[: -len('Disc-T')]}Cup-T", cups, disc, "drawing")
-        yield sample_with_drawings(
-            image, [disc, cup], "test" if image.relative_to(part).parts[0].lower() == "test_set" else None
-        )
-
-
-def _origa_or_g1020(folder: Path) -> list[SourceSample]:
-    """Return the samples of ORIGA or G1020 in the Kaggle layout: Images/ with Masks/, or both with _Square.
-
-    Raises DataError for MATLAB's .mat files.
-    """
-    if find_files(folder, [".mat"]) and not any(
-        find_subfolder(one, m) for one in walk_folders(folder) for m in ("Masks", "Masks_Square")
-    ):
-        raise DataError(f"{folder}: expected Masks/*.png with pixels 1 and 2; found .mat annotations only, which are not read")
-    return match_by_name(*folder_pair(folder, [("Images", "Masks"), ("Images_Square", "Masks_Square")]))
-
-
-def _reject_mask(mask: Path) -> np.ndarray:
-    raise DataError(f"{mask}: expected one channel of 0, 1 (rim) and 2 (cup); found other values or colours")
+        test = image.relative_to(part).parts[0].lower() == "test_set"
+        yield SourceSample("", image.stem, image, disc, split="test" if test else None, more=(cup,))
 
 
 def read_feddg(source: Path, options: Options) -> ImportResult:
@@ -300,7 +302,7 @@ def read_feddg(source: Path, options: Options) -> ImportResult:
                 raise wrong_layout(part or domain or source, "ROIs/image and ROIs/mask" if part else "train/ROIs and test/ROIs")
             own = match_by_name(*folder_pair(rois, [("image", "mask")]), "test" if split == "test" else None)
             eyes = (replace(one, group=re.sub(r"-[LR]$", "", one.group)) for one in own)
-            found += with_masks(site, eyes, partial(mask_from, partial(disc_cup_labels, False), ()), f"{split}-")
+            found += with_masks(site, eyes, (), partial(disc_cup_labels, False), f"{split}-")
     there = sorted({one.site for one in found})
     notes = [", ".join(f"{name}: {DOMAINS[name]}" for name in there), f"{', '.join(there)}: {NO_PATIENTS}"]
     return ImportResult(found, DISC_AND_CUP, notes)
@@ -317,60 +319,54 @@ def read_tnbc(source: Path, options: Options) -> ImportResult:
         if annotated is None:
             raise wrong_layout(slide.parent, f"{truth} beside {slide.name}")
         own = (replace(one, group=slide.name, is_patient=True) for one in match_by_name(slide, annotated))
-        found += with_masks("tnbc", own, partial(mask_from, lambda path: grey_values(path) > 0, (0, 1)))
+        found += with_masks("tnbc", own, (0, 1), lambda path: grey_values(path) > 0)
     return ImportResult(found, NUCLEUS)
 
 
-def mask_from(make: Callable[..., np.ndarray], allowed: Sequence[int], name: str, *drawings: Path) -> Path | DerivedFile:
-    """Return the first drawing if it can be used as the mask, with only `allowed` values, else the mask to write.
-
-    The mask NAME.png is then written with the values of `make(*drawings)`.
-    """
-    return drawings[0] if allowed and is_usable_mask(drawings[0], allowed) else mask_png(name, make, *drawings)
-
-
 PLAIN = [("images", "masks")]
-CUT_AT_HALF = partial(mask_from, lambda path: np.where(grey_values(path) >= 128, 255, 0), (0, 255))
-"""Labels of polyps. A mask with other values than 0 and 255, such as a JPEG, gets a threshold at 128."""
 POLYPS = {
     # Jha et al., Kvasir-SEG (2020): no patients are named
-    "kvasir-seg": PictureSet("kvasirseg", "Kvasir-SEG (images/, masks/)", partial(_polyps, PLAIN, False), CUT_AT_HALF),
+    "kvasir-seg": PictureSet(
+        "kvasirseg", "Kvasir-SEG (images/, masks/)", lambda folder: in_frame_order(read_pairs(PLAIN, folder)), (0, 255),
+        _cut_at_half,
+    ),
     # Bernal et al., WM-DOVA maps (2015): a metadata.csv names the videos
     "cvc-clinicdb": PictureSet(
-        "cvcclinic", "CVC-ClinicDB (Original/, Ground Truth/)", partial(_polyps, [("Original", "Ground Truth")], True),
-        CUT_AT_HALF, has_frames=True,
+        "cvcclinic", "CVC-ClinicDB (Original/, Ground Truth/)", partial(read_pairs, [("Original", "Ground Truth")]),
+        (0, 255), _cut_at_half, has_frames=True,
     ),
     # Bernal et al. (2012)
     "cvc-colondb": PictureSet(
-        "cvccolon", "CVC-ColonDB (images/, masks/)", partial(_polyps, PLAIN, True), CUT_AT_HALF, has_frames=True
+        "cvccolon", "CVC-ColonDB (images/, masks/)", partial(read_pairs, PLAIN), (0, 255), _cut_at_half, has_frames=True
     ),
     # Silva et al. (2014)
     "etis-laribpolypdb": PictureSet(
-        "etis", "ETIS-LaribPolypDB (ETIS-LaribPolypDB/N.tif, Ground Truth/pN.tif; or images/, masks/)", _etis, CUT_AT_HALF,
-        has_frames=True,
+        "etis", "ETIS-LaribPolypDB (ETIS-LaribPolypDB/N.tif, Ground Truth/pN.tif; or images/, masks/)", _etis, (0, 255),
+        _cut_at_half, has_frames=True,
     ),
 }  # fmt: skip
+"""Labels are 0 and 255. A mask with other values, such as a JPEG, gets a threshold at 128."""
+_KAGGLE = [("Images", "Masks"), ("Images_Square", "Masks_Square")]
 FUNDUS = {
     # Orlando et al., REFUGE (2020)
     "refuge": PictureSet(
-        "refuge", "REFUGE (*.jpg, Disc_Cup_Masks/*.bmp)", _refuge, partial(mask_from, partial(disc_cup_labels, True), ()),
-        has_split=True,
+        "refuge", "REFUGE (*.jpg, Disc_Cup_Masks/*.bmp)", _refuge, make=partial(disc_cup_labels, True), has_split=True
     ),
     # Zhang et al., ORIGA-light (2010)
-    "origa": PictureSet("origa", "ORIGA (Images/, Masks/)", _origa_or_g1020, partial(mask_from, _reject_mask, (0, 1, 2))),
+    "origa": PictureSet("origa", "ORIGA (Images/, Masks/)", partial(read_pairs, _KAGGLE), (0, 1, 2)),
     # Bajwa et al., G1020 (2020)
-    "g1020": PictureSet("g1020", "G1020 (Images/, Masks/)", _origa_or_g1020, partial(mask_from, _reject_mask, (0, 1, 2))),
+    "g1020": PictureSet("g1020", "G1020 (Images/, Masks/)", partial(read_pairs, _KAGGLE), (0, 1, 2)),
     # Sivaswamy et al., Drishti-GS (2014)
     "drishti-gs1": PictureSet(
-        "drishti", "Drishti-GS1 (Images/, *_ODsegSoftmap.png, *_cupsegSoftmap.png)", _drishti,
-        partial(mask_from, _rim_and_cup, ()), has_split=True,
+        "drishti", "Drishti-GS1 (Images/, *_ODsegSoftmap.png, *_cupsegSoftmap.png)", _drishti, make=_rim_and_cup,
+        has_split=True,
     ),
     # Fumero Batista et al., RIM-ONE DL (2020)
     "rim-one-dl": PictureSet(
         "rimone",
         "RIM-ONE_DL_images (partitioned_randomly/ or partitioned_by_hospital/ with training_set/ and test_set/) with "
         "RIM-ONE_DL_reference_segmentations (*-N-Disc-T.png, *-N-Cup-T.png)",
-        _rim_one, partial(mask_from, _rim_and_cup, ()), has_split=True, is_scattered=True,
+        _rim_one, make=_rim_and_cup, has_split=True, is_scattered=True,
     ),
 }  # fmt: skip
 DOMAINS = {
@@ -386,41 +382,26 @@ PRANET_SITES = {"kvasir": "kvasir-seg"} | {
 """Sites by the names of the folders in TestDataset, in lower case."""
 
 
-@dataclass(frozen=True)
-class ClassSet:
-    """A published set with a folder per class, in folders of `splits` if the publisher has splits. It becomes one site."""
-
-    site: str
-    classes: list[str]
-    splits: tuple[str, ...] = ()
-
-    @property
-    def layout(self) -> str:
-        """The text that says which folders are expected."""
-        start = "train/, val/ and test/ with a folder" if self.splits else "a folder"
-        return f"{start} per class: {', '.join(self.classes)}"
-
-    def read(self, source: Path, options: Options) -> ImportResult:
-        """Read the pictures of the first folder that has a folder for each class."""
-        wanted = [f"{split}/{name}" for split in self.splits or (".",) for name in self.classes]
-        root = next((one for one in walk_folders(source) if all((one / name).is_dir() for name in wanted)), None)
-        found = [
-            SourceSample(self.site, f"{name}/{picture.name}", picture, name, split=split if self.splits else None)
-            for split, picture, name in (list_class_pictures(root) if root else ())
-            if name in self.classes
-        ]
-        notes = ["one list for all, no sites: share it out with `consilium data partition` of its datalist.json"]
-        return ImportResult(found, self.classes, notes + ([] if self.splits else [f"{self.site}: {NO_PATIENTS}"]))
-
-
-OCT_C8 = ClassSet(  # Subramanian et al., OCT-C8 (2022)
-    "oct-c8", ["AMD", "CNV", "CSR", "DME", "DR", "DRUSEN", "MH", "NORMAL"], ("train", "val", "test")
-)
-KVASIR_V2 = ClassSet(  # Pogorelov et al., Kvasir (2017)
-    "kvasir-v2",
-    ["dyed-lifted-polyps", "dyed-resection-margins", "esophagitis", "normal-cecum", "normal-pylorus", "normal-z-line", "polyps",
-     "ulcerative-colitis"],
+OCT_C8 = ("AMD", "CNV", "CSR", "DME", "DR", "DRUSEN", "MH", "NORMAL")
+KVASIR_V2 = (
+    "dyed-lifted-polyps", "dyed-resection-margins", "esophagitis", "normal-cecum", "normal-pylorus", "normal-z-line", "polyps",
+    "ulcerative-colitis",
 )  # fmt: skip
+
+
+def read_classes(site: str, classes: Sequence[str], splits: Sequence[str], source: Path, options: Options) -> ImportResult:
+    """Read the pictures of the first folder that has a folder for each class, in folders of `splits` if there are any."""
+    wanted = [f"{split}/{name}" for split in splits or (".",) for name in classes]
+    root = next((one for one in walk_folders(source) if all((one / name).is_dir() for name in wanted)), None)
+    found = [
+        SourceSample(site, f"{name}/{picture.name}", picture, name, split=split if splits else None)
+        for split, picture, name in (list_class_pictures(root) if root else ())
+        if name in classes
+    ]
+    notes = ["one list for all, no sites: share it out with `consilium data partition` of its datalist.json"]
+    return ImportResult(found, list(classes), notes + ([] if splits else [f"{site}: {NO_PATIENTS}"]))
+
+
 SETS = {
     "polyp": Importer(sets_layout(POLYPS), partial(read_sets, POLYPS, POLYP)),
     "polyp-pranet": Importer(
@@ -433,6 +414,11 @@ SETS = {
         "folders Domain1 to Domain4, or some of them, with train/ and test/, each with ROIs/image and ROIs/mask", read_feddg
     ),
     "tnbc": Importer("folders Slide_01, ... with *.png beside folders GT_01, ... with masks of the same names", read_tnbc),
-    "oct-c8": Importer(OCT_C8.layout, OCT_C8.read),
-    "kvasir-v2": Importer(KVASIR_V2.layout, KVASIR_V2.read),
+    "oct-c8": Importer(  # Subramanian et al., OCT-C8 (2022)
+        f"train/, val/ and test/ with a folder per class: {', '.join(OCT_C8)}",
+        partial(read_classes, "oct-c8", OCT_C8, ("train", "val", "test")),
+    ),
+    "kvasir-v2": Importer(  # Pogorelov et al., Kvasir (2017)
+        f"a folder per class: {', '.join(KVASIR_V2)}", partial(read_classes, "kvasir-v2", KVASIR_V2, ())
+    ),
 }

@@ -28,7 +28,7 @@ from consilium.data.safe_open import wrap_decoding_errors
 
 HOSPITALS = {"RUNMC": "ISBI", "BMC": "ISBI_1.5", "I2CVB": "", "UCL": "", "BIDMC": "", "HK": ""}
 """Hospitals by SAML's names, with their other names in FedDG and FedFMS."""
-MNMS_LAYOUT = "a *.csv with 'External code', 'VendorName' or 'Vendor', 'ED' and 'ES', and CODE_sa.nii.gz with CODE_sa_gt.nii.gz"
+MNMS_LAYOUT = "a *.csv with 'External code', 'VendorName', 'ED' and 'ES', and CODE_sa.nii.gz with CODE_sa_gt.nii.gz"
 ENDINGS = (".nii", ".nii.gz")
 
 
@@ -65,25 +65,20 @@ def read_prostate(source: Path, options: Options) -> ImportResult:
 
 
 def _find_cases(folder: Path) -> list[tuple[str, Path, Path]]:
-    """Return (name, image, segmentation) of a hospital's cases. Segmentations are beside the images or in labels/.
+    """Return (name, image, segmentation) of a hospital's cases. Segmentations are beside the images, or in a folder labels/.
 
     Raises DataError for another layout, or an image without a segmentation.
     """
-    images, labels = find_subfolder(folder, "images"), find_subfolder(folder, "labels")
-    apart = images is not None and labels is not None
-    volumes = _files_by_case(images if images and apart else folder)
-    masks = {f"{stem}_segmentation": path for stem, path in _files_by_case(labels).items()} if labels and apart else volumes
-    cases = {stem: path for stem, path in sorted(volumes.items()) if not stem.endswith("_segmentation")}
-    if not cases:
+    images, masks = dict[str, Path](), dict[str, Path]()
+    for path in find_files(folder, ENDINGS):
+        stem = path.name.removesuffix(".gz").removesuffix(".nii").lower()
+        is_mask = stem.endswith("_segmentation") or path.parent.name.lower() == "labels"
+        (masks if is_mask else images)[stem.removesuffix("_segmentation")] = path
+    if not images:
         raise wrong_layout(folder, "CaseXX.nii.gz with CaseXX_segmentation.nii.gz")
-    if bare := [path for stem, path in cases.items() if f"{stem}_segmentation" not in masks]:
-        wanted = f"{bare[0].name} in {labels}" if apart else f"{bare[0].name.split('.')[0]}_segmentation.nii.gz beside it"
-        raise DataError(f"{bare[0]}: expected {wanted}; found none")
-    return [(stem, path, masks[f"{stem}_segmentation"]) for stem, path in cases.items()]
-
-
-def _files_by_case(folder: Path) -> dict[str, Path]:
-    return {p.name.removesuffix(".gz").removesuffix(".nii").lower(): p for p in find_files(folder, ENDINGS)}
+    if bare := sorted(images.keys() - masks.keys()):
+        raise DataError(f"{images[bare[0]]}: expected its _segmentation.nii.gz beside it, or its name in labels/; found none")
+    return [(stem, path, masks[stem]) for stem, path in sorted(images.items())]
 
 
 def read_mnms(source: Path, options: Options) -> ImportResult:
@@ -94,8 +89,9 @@ def read_mnms(source: Path, options: Options) -> ImportResult:
     because two vendors have no training cases in them. Cases without labels (Training/Unlabeled) are left out.
     Raises DataError for another layout.
     """
-    tables = ((path, csv_rows_if_complete(path, "External code", "ED", "ES")) for path in find_files(source, [".csv"]))
-    table, read = next(((path, own) for path, own in tables if own and {"VendorName", "Vendor"} & own[0].keys()), (source, []))
+    columns = ("External code", "VendorName", "ED", "ES")
+    tables = ((path, csv_rows_if_complete(path, *columns)) for path in find_files(source, [".csv"]))
+    table, read = next(((path, own) for path, own in tables if own), (source, []))
     rows = {row["External code"].strip(): row for row in read}
     cases = {p.name[: -len("_sa.nii.gz")]: p for p in find_files(source, ["_sa.nii.gz"])}
     if not cases or not rows:
@@ -105,7 +101,7 @@ def read_mnms(source: Path, options: Options) -> ImportResult:
     found, bare = list[SourceSample](), 0
     for code, path in sorted(cases.items()):
         mask_path, before = path.with_name(f"{code}_sa_gt.nii.gz"), len(found)
-        vendor = slug(rows[code].get("VendorName") or f"vendor-{rows[code].get('Vendor')}")
+        vendor = slug(rows[code]["VendorName"])
         for phase in ("ED", "ES") if mask_path.is_file() else ():
             frame, name = _frame_number(path, rows[code][phase], phase), f"{code}_{phase}.nii.gz"
             mask, _ = _mask_with_image_header(path, mask_path, 4, frame)

@@ -31,6 +31,15 @@ IMPORTERS: Registry[Importer] = Registry(
 """Importers by the name that a user gives. To add one, write an Importer in a module and add its name here."""
 
 
+_TAKEN_BY_SOME = {
+    "columns": "--column",
+    "mask_patterns": "--mask-pattern",
+    "exact_values": "--exact-values",
+    "patient_folders": "--patient-folders",
+}
+"""Fields of Options that only some importers take, and their options at the command line."""
+
+
 def import_set(
     name: str,
     source: Path,
@@ -55,10 +64,11 @@ def import_by_label_kind(
     """
     if name not in IMPORTERS:
         raise ConfigError(f"NAME: {name!r}: expected one of {', '.join(IMPORTERS)}{did_you_mean(name, IMPORTERS)}")
-    _check_options(name, options)
     own = IMPORTERS[name]
-    if not (source.is_file() if own.is_file else source.is_dir()):
-        raise DataError(f"{source}: no such {'file' if own.is_file else 'folder'}; expected {own.layout}")
+    _check_options(name, own, options)
+    is_file = "columns" in own.takes
+    if not (source.is_file() if is_file else source.is_dir()):
+        raise DataError(f"{source}: no such {'file' if is_file else 'folder'}; expected {own.layout}")
     earlier_imports(dest, add)
     found = own.read(source, options)
     if not found.samples:
@@ -75,7 +85,7 @@ def import_by_label_kind(
         return {dest / kind: write(part, dest=dest / kind) for kind, part in kinds.items()}
 
 
-def _check_options(name: str, options: Options) -> None:
+def _check_options(name: str, own: Importer, options: Options) -> None:
     """Raise ConfigError for options with impossible values, or that the set does not have."""
     shares = (options.validation, options.test)
     if min(shares) < 0 or (sum(shares) >= 1 and shares != (0, 1)):
@@ -83,17 +93,9 @@ def _check_options(name: str, options: Options) -> None:
             f"--validation {options.validation:g} --test {options.test:g}: expected shares of at least 0 that sum to less "
             "than 1; for a site that only tests, --validation 0 --test 1"
         )
-    own = IMPORTERS[name]
-    faults: tuple[tuple[str, object, bool, str], ...] = (
-        ("--types", options.types, own.has_types, f"{name} has no classes of cells"),
-        ("--column", options.columns, own.is_file, f"{name} is not a table"),
-        ("--mask-pattern", options.mask_patterns, own.has_patterns, f"the names of {name}'s masks are known"),
-        ("--exact-values", options.exact_values, own.is_own, f"the values of {name}'s masks are known"),
-        ("--patient-folders", options.patient_folders is not None, own.has_patterns, f"the patients of {name} are known"),
-    )
-    for option, given, fits, why in faults:
-        if given and not fits:
-            raise ConfigError(f"{option}: {why}; leave it out")
+    for field, option in _TAKEN_BY_SOME.items():
+        if getattr(options, field) != getattr(Options(), field) and field not in own.takes:
+            raise ConfigError(f"{option}: {name} does not take it; leave it out")
     if options.size and options.size not in own.sizes:
         what = f"expected one of {', '.join(own.sizes)}" if own.sizes else f"{name} has one; leave it out"
         raise ConfigError(f"--size: {options.size!r}: {what}")

@@ -332,6 +332,6 @@ def _find_picture(folder: Path, cell: str) -> Path | None:
 
 
 SETS = {
-    "csv": Importer(LAYOUT, read_table, is_file=True, is_own=True),
-    "csv-text": Importer(TEXT_LAYOUT, read_text_table, is_file=True),
+    "csv": Importer(LAYOUT, read_table, ("columns", "exact_values"), is_own=True),
+    "csv-text": Importer(TEXT_LAYOUT, read_text_table, ("columns",)),
 }

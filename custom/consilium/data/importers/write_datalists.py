@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -154,15 +153,12 @@ def deal_out_patients(samples: Sequence[Sample], name: str, options: Options) ->
 
 def _move_sample(sample: Sample, site: str) -> Sample:
     """Return the sample at another site. Its group and files get the old site's name as a prefix, so that no names collide."""
-    group = f"{sample.site}/{sample.group}"
-    if isinstance(sample, TextRecord):
-        return replace(sample, site=site, group=group)
-
-    def named(part: Path | DerivedFile) -> Path | DerivedFile:
-        return replace(part, name=f"{sample.site}-{part.name}") if isinstance(part, DerivedFile) else part
-
-    image, label = named(sample.image), sample.label if isinstance(sample.label, str) else named(sample.label)
-    return replace(sample, site=site, group=group, image=image, label=label)
+    moved = replace(sample, site=site, group=f"{sample.site}/{sample.group}")
+    if isinstance(moved, SourceSample) and isinstance(moved.image, DerivedFile):
+        moved = replace(moved, image=replace(moved.image, name=f"{sample.site}-{moved.image.name}"))
+    if isinstance(moved, SourceSample) and isinstance(moved.label, DerivedFile):
+        moved = replace(moved, label=replace(moved.label, name=f"{sample.site}-{moved.label.name}"))
+    return moved
 
 
 def split_site(samples: Sequence[Sample], site: str, options: Options) -> dict[str, list[Sample]]:
@@ -194,47 +190,41 @@ def _stratum(sample: Sample) -> str:
 
 
 def _write_site(folder: Path, site: str, splits: dict[str, list[Sample]], classes: Any) -> None:
-    texts = {split: [one.record for one in samples if isinstance(one, TextRecord)] for split, samples in splits.items()}
-    if any(texts.values()):
-        for split, records in texts.items():
-            write_records(folder / f"{split}.jsonl", records)
-        return
-    done: Counter[str] = Counter()
+    """Write the data list of a site, its derived files and its site.yaml, or the JSONL files of texts. Raises DataError."""
     entries: dict[str, list[dict[str, Any]]] = {split: [] for split in splits}
     for split, samples in splits.items():
+        records = [one.record for one in samples if isinstance(one, TextRecord)]
+        if records:
+            write_records(folder / f"{split}.jsonl", records)
         for one in (sample for sample in samples if isinstance(sample, SourceSample)):
-            entry: dict[str, Any] = {
-                "image": _write_part(folder, one.image, done),
-                "label": _write_part(folder, one.label, done),
-            }
-            plane = {} if one.slice is None else {"slice": one.slice}
-            entries[split].append(entry | plane | ({"patient": one.group} if one.is_patient else {}))
-    text = json.dumps({"name": site, "labels": classes, **entries}, indent=1)
-    write_atomic(folder / "datalist.json", text.encode(), PUBLIC)
-    if not entries["training"]:
-        write_atomic(folder / "site.yaml", b"datalist: datalist.json\ntest_only: true\n", PUBLIC)
+            entry: dict[str, Any] = {"image": _write_part(folder, one.image), "label": _write_part(folder, one.label)}
+            entry |= {} if one.slice is None else {"slice": one.slice}
+            entries[split].append(entry | ({"patient": one.group} if one.is_patient else {}))
+    if any(entries.values()):
+        text = json.dumps({"name": site, "labels": classes, **entries}, indent=1)
+        write_atomic(folder / "datalist.json", text.encode(), PUBLIC)
+        if not entries["training"]:
+            write_atomic(folder / "site.yaml", b"datalist: datalist.json\ntest_only: true\n", PUBLIC)
 
 
 def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Write a JSONL file, unless there are no records. Raises DataError for a text that cannot be encoded."""
+    """Write a JSONL file. Raises DataError for a text that cannot be encoded."""
     lines = [json.dumps(record, ensure_ascii=False) for record in records]
     if broken := next((line for line in lines if not is_encodable(line)), None):
         raise DataError(
             f"{path.name}: a record has half a character in it (a surrogate): {ascii(broken)[:160]}; mend the source"
         )
-    if lines:
-        write_atomic(path, "\n".join([*lines, ""]).encode(), PUBLIC)
+    write_atomic(path, "\n".join([*lines, ""]).encode(), PUBLIC)
 
 
-def _write_part(folder: Path, part: Path | DerivedFile | str, done: Counter[str]) -> str:
+def _write_part(folder: Path, part: Path | DerivedFile | str) -> str:
     """Return the value of an entry: its class, the absolute path of an original, or the relative path of a derived file.
 
-    A derived file is written below `folder` at its first use. `done`: counts the uses of each.
+    A derived file is written below `folder` at its first use.
     """
     if not isinstance(part, DerivedFile):
         return part if isinstance(part, str) else str(part.resolve())
     relative = f"{part.folder}/{part.name}"
-    if not done[relative]:
+    if not (folder / relative).exists():
         write_atomic(folder / relative, part.make(), PUBLIC)
-    done[relative] += 1
     return relative

@@ -18,10 +18,10 @@ OFFSET = -1024
 """Hounsfield units of the stored value 0."""
 
 
-def write_dicom(folder: Path, study: Study) -> list[dict[str, Any]]:
-    """Write a series folder and a DICOM-SEG, and return the entries of the list.
+def write_dicom(folder: Path, study: Study) -> dict[str, Any]:
+    """Write a series folder and a DICOM-SEG, and return the entry of the list.
 
-    The files name the patient, the entries do not.
+    The files name the patient, the entry does not.
     """
     series = folder / "images" / study.name
     series.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def write_dicom(folder: Path, study: Study) -> list[dict[str, Any]]:
     for item in (*found.DimensionOrganizationSequence, *found.DimensionIndexSequence):
         item.DimensionOrganizationUID = _uid(study, "dimensions")
     found.save_as(folder / label)
-    return [{"image": f"images/{study.name}", "label": label}]
+    return {"image": f"images/{study.name}", "label": label}
 
 
 def _uid(study: Study, *what: str | int) -> str:

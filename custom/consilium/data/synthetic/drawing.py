@@ -35,12 +35,12 @@ def write_list(
     spec: Mapping[str, Any],
     counts: Mapping[str, int],
     labels: Sequence[str],
-    write: Callable[[str, int], list[dict[str, Any]]],
+    write: Callable[[str, int], dict[str, Any]],
 ) -> Path:
     """Write images/, masks/ and datalist.json of one site into `folder`; return the data list's path.
 
     `spec`: the arguments that the data are generated from. `counts`: samples per split. `write`: writes the files of one
-    sample, by its split and number, and returns its entries. Nothing is written if the folder's list has the same `spec` and
+    sample, by its split and number, and returns its entry. Nothing is written if the folder's list has the same `spec` and
     `counts`.
     """
     path, phantoms = folder / "datalist.json", {**spec, **counts}
@@ -48,7 +48,7 @@ def write_list(
         return path
     for part in ("images", "masks") if spec["kind"] != "cells" else ("images",):
         (folder / part).mkdir(parents=True, exist_ok=True)
-    entries = {split: [entry for n in range(count) for entry in write(split, n)] for split, count in counts.items()}
+    entries = {split: [write(split, n) for n in range(count)] for split, count in counts.items()}
     named = {str(number): name for number, name in enumerate(labels)}
     path.write_text(json.dumps({"name": spec["site"], "labels": named, "phantoms": phantoms, **entries}, indent=1))
     return path

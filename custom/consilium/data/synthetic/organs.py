@@ -1,22 +1,31 @@
-"""Generated volumes of a lesion in an organ: drawn in the patient's millimetres, then recorded on the grid of a site's scanner.
+"""Generated hospitals: studies of a lesion in an organ, as NIfTI or as DICOM. Patients have one study or two.
+
+Volumes are drawn in the patient's millimetres, then recorded on the grid of a site's scanner. Lists of NIfTI name the patient,
+because these files do not; lists of DICOM do not.
 
 Values are like Hounsfield units: air -1000, fat and muscle about 40, the organ brighter, its lesion darker than the organ.
 In these functions `look` are the habits of a site's scanner and `hand` those of its rater, see phantoms.Habits.
 """
 
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 from numpy.random import Generator
 from scipy.ndimage import gaussian_filter
 from scipy.spatial.transform import Rotation
 
+from consilium.core.errors import DataError
+from consilium.core.seeding import seed_for
 from consilium.data.settings import WindowConfig
-from consilium.data.synthetic.drawing import soft_edge
+from consilium.data.synthetic.drawing import soft_edge, write_list
 
+Files = Literal["nifti", "dicom"]
 LABELS = ("background", "organ", "lesion")
 WINDOW = WindowConfig(center=60, width=400)
-"""The window in the DICOM files, and of the PNGs."""
+"""The window in the DICOM files."""
 FIELD = 160.0
 """Millimetres that a slice covers in each direction."""
 AXES = {
@@ -69,6 +78,50 @@ class Anatomy:
         """
         away = (mm - _broadcast_to_points(self.middle + self.lesion, mm)) / _broadcast_to_points(self.radii, mm)
         return _length(away) / (self.share * size * (1 + _bumps(away, self.waves[::-1])))
+
+
+def make_studies(folder: Path, spec: dict[str, Any], counts: dict[str, int], look: np.ndarray, hand: np.ndarray) -> Path:
+    """Write images/, masks/ and datalist.json of one site into `folder`; return the data list's path.
+
+    `spec` holds the site, the seed, the size and the format, "files". Nothing is written if the folder holds data of the same
+    arguments. Raises DataError if the packages that write DICOM are missing.
+    """
+    write = write_nifti
+    if spec["files"] == "dicom":
+        try:
+            write = import_module("consilium.data.synthetic.dicom").write_dicom
+        except ModuleNotFoundError:
+            raise DataError("--files dicom: install consilium-flare[dicom] to write DICOM") from None
+    return write_list(
+        folder,
+        spec,
+        counts,
+        LABELS,
+        lambda split, number: write(folder, draw(spec, split, number, look, hand)),
+    )
+
+
+def draw(spec: dict[str, Any], split: str, number: int, look: np.ndarray, hand: np.ndarray) -> Study:
+    """Return study `number` of a split. Of three studies in a row, the first two are of one patient."""
+    patient = 2 * (number // 3) + number % 3 // 2
+    who, seed = (
+        seed_for(spec["seed"], "organ", spec["site"], split, what, n) for what, n in (("patient", patient), ("study", number))
+    )
+    rng = np.random.default_rng(seed)
+    shape, affine = scan_geometry(rng, spec["size"], look)
+    values, labels = draw_study(rng, draw_anatomy(np.random.default_rng(who)), shape, affine, look, hand)
+    name = f"{split}-{number:03d}"
+    return Study(values, labels, affine, f"{spec['site']}-{split}-patient-{patient:03d}", f"{spec['site']}-{name}", name, seed)
+
+
+def write_nifti(folder: Path, study: Study) -> dict[str, Any]:
+    """Write a volume and its mask; return the list's entry, which names patient and study."""
+    import nibabel  # imported here, because a server also loads this module and generates no studies
+
+    image, label = f"images/{study.name}.nii.gz", f"masks/{study.name}.nii.gz"
+    for name, array in ((image, study.values), (label, study.labels)):
+        nibabel.save(nibabel.Nifti1Image(array, study.affine), folder / name)
+    return {"image": image, "label": label, "patient": study.patient, "study": study.study}
 
 
 def draw_anatomy(rng: Generator) -> Anatomy:

@@ -4,7 +4,7 @@
 how its raters draw, P(y|x): where they put a boundary, how coarse their outline is, which objects they leave out. IAT splits
 encoder and decoder because of these two shifts. Cells have a class and no mask: for them, annotation is the imbalance of the
 classes, P(y), in training and validation. The test split has equally many samples of each class. The same seed and site give
-the same files. Texts for language models are in sentences.py, volumes in hospitals.py.
+the same files. Texts for language models are in sentences.py, volumes in organs.py.
 """
 
 from dataclasses import dataclass
@@ -19,11 +19,12 @@ from scipy.ndimage import gaussian_filter
 from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
 from consilium.data.datalist import SPLITS
-from consilium.data.synthetic.cells import CELLS, draw_cell
 from consilium.data.synthetic.drawing import read_spec, smooth_noise, soft_edge, write_list
-from consilium.data.synthetic.hospitals import LABELS as STUDY_LABELS, Files, make_studies
+from consilium.data.synthetic.organs import LABELS as STUDY_LABELS, Files, make_studies
 from consilium.data.synthetic.sentences import RECORDS, make_texts
 
+CELLS = ("round", "elongated", "target", "teardrop", "spiky")
+"""Classes of cells, which differ in outline and interior, not in colour or size."""
 LABELS = {
     "fundus": ["background", "disc", "cup"],
     "nuclei": ["background", "nucleus"],
@@ -82,15 +83,15 @@ def make_phantoms(
     have, None for all. For texts, JSONL files are written and the folder is returned. Nothing is written if the folder already
     holds data of the same arguments.
     """
-    if kind in RECORDS:
-        return make_texts(folder, kind, site, seed, training, validation, test, appearance, annotation)
-    spec = {"kind": kind, "site": site, "seed": seed, "size": size, "appearance": appearance, "annotation": annotation}
-    spec |= {name: value for name, value in (("classes", classes), ("groups", groups)) if value is not None}
     counts = {"training": training, "validation": validation, "test": test}
+    spec = {"kind": kind, "site": site, "seed": seed, "size": size, "appearance": appearance, "annotation": annotation}
+    if kind in RECORDS:
+        return make_texts(folder, {name: value for name, value in spec.items() if name != "size"}, counts)
+    spec |= {name: value for name, value in (("classes", classes), ("groups", groups)) if value is not None}
     who = habits(site, seed, appearance, annotation, groups)
     if kind == "organ":
         return make_studies(folder, spec | {"files": files}, counts, who.look, who.hand)
-    return write_list(folder, spec, counts, LABELS[kind], lambda split, n: [_write_sample(folder, spec, who, split, n)])
+    return write_list(folder, spec, counts, LABELS[kind], lambda split, n: _write_sample(folder, spec, who, split, n))
 
 
 def refuse_overwriting_real_data(folder: Path) -> None:
@@ -232,6 +233,42 @@ def _nuclei(rng: Generator, size: int, who: Habits) -> tuple[np.ndarray, np.ndar
     seen = np.clip(seen * (1 + 0.15 * smooth_noise(rng, size, 2)), 0, 1)[..., None]
     picture = tissue * (1 - seen) + nucleus * seen
     return (1 - picture if who.look[7] < -0.25 else picture), mask  # inverted: fluorescence
+
+
+def draw_cell(rng: Generator, kind: str, size: int) -> np.ndarray:
+    """Return a smear (S, S, 3) in 0..1 with a cell of `kind` (one of CELLS) in the middle, and up to two cells at the rim."""
+    picture = np.array([0.86, 0.80, 0.76]) + 0.02 * smooth_noise(rng, size, size / 6)[..., None]
+    stain = np.array([0.66, 0.36, 0.42]) + rng.normal(0, 0.04, 3)
+    for _ in range(int(rng.integers(0, 3))):
+        angle = rng.uniform(0, 2 * np.pi)
+        center = size * (0.5 + 0.56 * np.array([np.sin(angle), np.cos(angle)]))
+        picture = _blend(picture, _stain_cover(rng, "round", size, center), stain)
+    center = size * rng.uniform(0.45, 0.55, 2)
+    return np.clip(_blend(picture, _stain_cover(rng, kind, size, center), stain), 0, 1)
+
+
+def _blend(picture: np.ndarray, cover: np.ndarray, stain: np.ndarray) -> np.ndarray:
+    return picture + cover[..., None] * (stain - picture)
+
+
+def _stain_cover(rng: Generator, kind: str, size: int, center: np.ndarray) -> np.ndarray:
+    """Return how densely a cell stains each pixel: (S, S) in 0..1."""
+    y, x = np.mgrid[:size, :size] + 0.5
+    turn, radius = rng.uniform(0, 2 * np.pi), size * rng.uniform(0.2, 0.28)
+    along = ((x - center[1]) * np.cos(turn) + (y - center[0]) * np.sin(turn)) / radius
+    across = ((y - center[0]) * np.cos(turn) - (x - center[1]) * np.sin(turn)) / radius
+    if kind == "elongated":
+        along, across = along / 1.3, across / rng.uniform(0.5, 0.7)
+    if kind == "teardrop":  # one side drawn out to a tip
+        tip = np.clip(along, 0, None)
+        along, across = np.where(along > 0, along / 1.7, along), across / np.clip(1 - tip / 1.9, 0.15, 1)
+    field = np.hypot(along, across)
+    if kind == "spiky":
+        field = field / (1 + rng.uniform(0.1, 0.18) * np.cos(rng.integers(8, 14) * np.arctan2(across, along)))
+    pallor = rng.uniform(0.25, 0.5) * soft_edge(field / 0.45, 0.25)
+    if kind == "target":  # a dark centre in a pale ring
+        pallor = 0.75 * (soft_edge(field / 0.7, 0.08) - soft_edge(field / 0.35, 0.12))
+    return soft_edge(field, 0.05) * (1 - pallor)
 
 
 def _record_by_camera(rng: Generator, picture: np.ndarray, look: np.ndarray) -> np.ndarray:

@@ -9,8 +9,10 @@ meaning of findings and codes is the same at every site. The records are made up
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from string import ascii_lowercase
+from typing import Any
 
 import numpy as np
 from numpy.random import Generator
@@ -37,32 +39,20 @@ CODES = 48
 QUESTIONS = ("How soon must this note be read?", "Sort the note.", "Tell how urgent the note is.")
 
 
-def make_texts(
-    folder: Path,
-    kind: str,
-    site: str,
-    seed: int,
-    training: int,
-    validation: int,
-    test: int,
-    appearance: float,
-    annotation: float,
-) -> Path:
+def make_texts(folder: Path, spec: dict[str, Any], counts: Mapping[str, int]) -> Path:
     """Write training.jsonl, validation.jsonl and test.jsonl for one site into `folder` and return it.
 
-    `kind`: a key of RECORDS. `appearance` and `annotation` (0 to 1): the strengths of the two skews. Nothing is written if the
-    folder holds data of the same arguments. The same seed and site give the same files.
+    `spec`: the kind (a key of RECORDS), the site, the seed, and the strengths of the two skews, `appearance` and `annotation`
+    (0 to 1). `counts`: records per split. Nothing is written if the folder holds data of the same arguments.
     """
-    spec = {"kind": kind, "site": site, "seed": seed, "appearance": appearance, "annotation": annotation}
-    counts = {"training": training, "validation": validation, "test": test}
     known = folder / "phantoms.json"
-    if read_spec(known) == spec | counts:
+    if read_spec(known) == {**spec, **counts}:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     for split, count in counts.items():
-        lines = [json.dumps(RECORDS[kind](spec, split, index)) for index in range(count)]
+        lines = [json.dumps(RECORDS[spec["kind"]](spec, split, index)) for index in range(count)]
         (folder / f"{split}.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    known.write_text(json.dumps(spec | counts))
+    known.write_text(json.dumps({**spec, **counts}))
     return folder
 
 
