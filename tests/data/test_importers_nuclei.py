@@ -9,6 +9,7 @@ from consilium.core.errors import DataError
 from consilium.data.images import read_image
 from consilium.data.importers.registry import import_set
 from tests.data.importing import (
+    INNER,
     OUTER,
     SIZE,
     aperio,
@@ -38,9 +39,13 @@ def test_pannuke_arrays_become_pictures_per_tissue(pannuke: Path, tmp_path: Path
     assert np.array_equal(read_mask(item.label) == 1, filled(OUTER))
 
 
-def test_pannuke_with_a_lone_fold(pannuke: Path, tmp_path: Path) -> None:
-    found = run_import("pannuke", pannuke / "Fold 1", tmp_path / "out", validation=0.34, test=0.33)
+def test_pannuke_types_and_a_lone_fold(pannuke: Path, tmp_path: Path) -> None:
+    found = run_import("pannuke", pannuke / "Fold 1", tmp_path / "out", types=True, validation=0.34, test=0.33)
     assert found["sites"]["breast"] == {"training": 1, "validation": 1, "test": 1}
+    values = read_mask(items_of(tmp_path / "out", "breast")[0].label)
+    assert found["classes"]["epithelial"] == [5]
+    assert np.array_equal(values == 5, filled(INNER))
+    assert np.array_equal(values == 1, filled(OUTER) & ~filled(INNER))
 
 
 def test_pannuke_broken(pannuke: Path, tmp_path: Path) -> None:
@@ -86,7 +91,7 @@ def test_monuseg_polygons_patients_and_number_of_sites(tmp_path: Path) -> None:
     assert not held[0] & held[1]
 
 
-def test_monusac_sites_are_hospitals(tmp_path: Path) -> None:
+def test_monusac_sites_are_hospitals_and_classes_are_kept_on_demand(tmp_path: Path) -> None:
     source, dest = tmp_path / "MoNuSAC_images_and_annotations", tmp_path / "out"
     boxes = [("Epithelial", 1, 1, 5, 5), ("Neutrophil", 8, 2, 10, 4), ("Ambiguous", 12, 8, 14, 10)]
     for hospital, patients in (("A2", 10), ("5P", 1)):
@@ -96,15 +101,20 @@ def test_monusac_sites_are_hospitals(tmp_path: Path) -> None:
                 image = picture(source / name / f"{name}_{part}.tif")
                 aperio(image.with_suffix(".xml"), boxes)
             image.rename(image.with_suffix(".svs"))
-    found = run_import("monusac", source, dest)
+    found = run_import("monusac", source, dest, types=True)
     assert found["sites"]["tcga-a2"] == {"training": 14, "validation": 2, "test": 4}
     assert found["sites"]["tcga-5p"] == {"training": 2, "validation": 0, "test": 0}
     assert groups_apart(splits_of(dest, "tcga-a2"), lambda item: item.image.name[:12])
     assert {item.image.suffix for item in items_of(dest, "tcga-a2")} == {".tif", ".svs"}
     values = read_mask(items_of(dest, "tcga-a2")[0].label)
-    assert [int((values == v).sum()) for v in range(2)] == [192 - 25 - 9, 25 + 9]
+    assert [int((values == v).sum()) for v in range(5)] == [192 - 25 - 9, 25, 0, 0, 9]
     found = run_import("monusac", source, tmp_path / "one", sites=1)
     assert list(found["sites"]) == ["monusac"]
+    assert np.unique(read_mask(items_of(tmp_path / "one", "monusac")[0].label)).tolist() == [0, 1]
+    aperio(source / "TCGA-5P-A000-01Z-00-DX1/TCGA-5P-A000-01Z-00-DX1_1.xml", [("Mitosis", 1, 1, 3, 3)])
+    with pytest.raises(DataError, match=r"expected a class of epithelial, .*found 'mitosis'"):
+        import_set("monusac", source, tmp_path / "bad")
+    assert not (tmp_path / "bad").exists()
 
 
 def test_tnbc_is_split_by_slide(tmp_path: Path) -> None:

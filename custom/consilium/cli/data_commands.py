@@ -354,6 +354,9 @@ def data_import(
         ),
     ] = 0,
     minimum: Annotated[int, typer.Option(min=1, help="leave out sites with fewer samples")] = 1,
+    types: Annotated[
+        bool, typer.Option("--types", help="label the classes of cells instead of nuclei (pannuke, monusac)")
+    ] = False,
     resplit: Annotated[
         bool, typer.Option("--resplit", help="pool the data set's own splits and split anew by patient")
     ] = False,
@@ -408,7 +411,7 @@ def data_import(
         raise_first({f"{option}: {one!r}: expected {form}": not all(one.partition("=")) for option, form, one in given})
         names, fields = (dict(one.split("=", 1) for one in pairs or []) for pairs in (rename, column))
         how = (fields, tuple(map(parse, mask_pattern or ())), exact_values, patient_folders)
-        options = Options(validation, test, seed, sites, minimum, resplit, size, tuple(only or ()), names, *how)
+        options = Options(validation, test, seed, sites, minimum, types, resplit, size, tuple(only or ()), names, *how)
         found = import_by_label_kind(name, source, dest, options, add)
         emit(found[dest] if dest in found else {str(place): one for place, one in found.items()}, _import_lines(found), format)
 

@@ -35,7 +35,8 @@ class Options:
     """A user's options of an import.
 
     `validation` and `test`: the shares of splits that the publisher does not have. `sites`: pool all samples and deal patients
-    out to this number of sites; 0 keeps the set's own sites. `minimum`: the fewest samples of a site. `resplit`: ignore the
+    out to this number of sites; 0 keeps the set's own sites. `minimum`: the fewest samples of a site. `types`: a label
+    value per class of cell. `resplit`: ignore the
     publisher's splits. `size`: which of several training sets to read. `only`: the sites to import, all if empty. `rename`: new
     names of sites. `columns`: a table's headings by field. `mask_patterns`: how names of masks follow from those of pictures.
     `exact_values`: every value of a mask is a label. `patient_folders`: whether folders are patients; None decides by names.
@@ -46,6 +47,7 @@ class Options:
     seed: int = 0
     sites: int = 0
     minimum: int = 1
+    types: bool = False
     resplit: bool = False
     size: str = ""
     only: tuple[str, ...] = ()

@@ -1,4 +1,7 @@
-"""Importers of nuclei in histology, drawn as arrays or polygons: PanNuke, MoNuSeg, MoNuSAC. Nuclei have the value 1."""
+"""Importers of nuclei in histology, drawn as arrays or polygons: PanNuke, MoNuSeg, MoNuSAC.
+
+Masks have the value 1 for every nucleus, or with --types a value per class of cell.
+"""
 
 import re
 from functools import partial
@@ -32,9 +35,14 @@ from consilium.data.importers.base import (
 from consilium.data.safe_open import MOST_SLIDE, wrap_decoding_errors
 
 NUCLEUS = {"nucleus": [1]}
-CHANNELS = 5
-"""PanNuke's channels of nuclei, one per class; the next one is background."""
+PANNUKE_TYPES = ["neoplastic", "inflammatory", "connective", "dead", "epithelial"]
+"""PanNuke's mask channels 0 to 4; channel 5 is background."""
+MONUSAC_TYPES = ["epithelial", "lymphocyte", "macrophage", "neutrophil"]
 FOLDS = {"1": "training", "2": "validation", "3": "test"}
+
+
+def _classes(types: list[str], options: Options) -> dict[str, list[int]]:
+    return {name: [value] for value, name in enumerate(types, start=1)} if options.types else NUCLEUS
 
 
 def read_pannuke(source: Path, options: Options) -> ImportResult:
@@ -46,12 +54,13 @@ def read_pannuke(source: Path, options: Options) -> ImportResult:
     arrays = [path for path in find_files(source, ["images.npy"]) if path.name == "images.npy"]
     numbers = {path: _fold_number(source, path) for path in arrays}
     published = sorted(numbers.values()) == sorted(FOLDS) and not options.resplit
+    values = np.arange(1, len(PANNUKE_TYPES) + 1) if options.types else 1
 
     def picture(images: np.ndarray, index: int) -> bytes:
         return encode_png(np.clip(images[index], 0, 255))
 
     def labels(masks: np.ndarray, index: int) -> np.ndarray:
-        return (np.asarray(masks[index, :, :, :CHANNELS]) > 0).max(axis=2)
+        return ((np.asarray(masks[index, :, :, : len(PANNUKE_TYPES)]) > 0) * values).max(axis=2)
 
     found = []
     for path, fold in numbers.items():
@@ -60,7 +69,7 @@ def read_pannuke(source: Path, options: Options) -> ImportResult:
         if beside is None:
             raise wrong_layout(path.parent, f"masks.npy there, or in {source.joinpath(*parts)}")
         images, masks, tissues = _load_array(path), _load_array(beside), _load_array(path.with_name("types.npy"))
-        if not len(images) == len(masks) == len(tissues) or masks.ndim != 4 or masks.shape[3] < CHANNELS:
+        if not len(images) == len(masks) == len(tissues) or masks.ndim != 4 or masks.shape[3] < len(PANNUKE_TYPES):
             shapes = ", ".join(str(array.shape) for array in (images, masks, tissues))
             raise DataError(f"{path}: expected N images (N, H, W, 3), masks (N, H, W, 6) and N types; found {shapes}")
         start = f"fold{fold}" if fold else slug(str(path.parent.relative_to(source))) or "pannuke"
@@ -70,7 +79,7 @@ def read_pannuke(source: Path, options: Options) -> ImportResult:
             label, split = mask_png(name, labels, masks, index), FOLDS[fold] if published else None
             found.append(SourceSample(slug(str(tissue)), name, image, label, split=split))
     rotation = "folds 1, 2 and 3 are training, validation and test; --validation and --test are not used"
-    return ImportResult(found, NUCLEUS, [rotation if published else f"pannuke: {NO_PATIENTS}"])
+    return ImportResult(found, _classes(PANNUKE_TYPES, options), [rotation if published else f"pannuke: {NO_PATIENTS}"])
 
 
 def _fold_number(source: Path, path: Path) -> str:
@@ -99,7 +108,7 @@ def read_monuseg(source: Path, options: Options) -> ImportResult:
         xmls = by_stem(find_files(annotations, [".xml"]))
         for image in find_files(images, [".tif"]):
             xml = find_partner(image.stem, xmls, image, "annotation (*.xml)")
-            found.append(_sample_from_polygons("monuseg", image, xml, split))
+            found.append(_sample_from_polygons("monuseg", image, xml, None, split))
     return ImportResult(found, NUCLEUS)
 
 
@@ -107,7 +116,7 @@ def read_monusac(source: Path, options: Options) -> ImportResult:
     """Read MoNuSAC: a folder per patient, pictures TCGA-HH-PPPP-..._N.tif (else .svs) with polygons in an .xml of that name.
 
     Each hospital, the second field of the TCGA barcode, is a site. Patients below a folder with "Testing" in its name are the
-    publisher's test split. Regions named Ambiguous are left out. Raises DataError for another layout.
+    publisher's test split. Regions named Ambiguous become background. Raises DataError for another layout.
     """
     found = []
     for xml in find_files(source, [".xml"]):
@@ -118,29 +127,40 @@ def read_monusac(source: Path, options: Options) -> ImportResult:
             raise DataError(f"{xml}: expected a name that starts with a TCGA barcode (TCGA-A2-A0ES); found {xml.stem}")
         test = any("testing" in part.lower() for part in xml.relative_to(source).parts[:-1])
         site = slug("tcga-" + xml.stem.split("-")[1])
-        found.append(_sample_from_polygons(site, image, xml, "test" if test else None))
-    return ImportResult(found, NUCLEUS)
+        found.append(_sample_from_polygons(site, image, xml, options.types, "test" if test else None))
+    return ImportResult(found, _classes(MONUSAC_TYPES, options))
 
 
-def _sample_from_polygons(site: str, image: Path, xml: Path, split: str | None) -> SourceSample:
-    """Return a sample whose mask is drawn from an Aperio XML. The first three fields of the barcode are its patient."""
+def _sample_from_polygons(site: str, image: Path, xml: Path, by_type: bool | None, split: str | None) -> SourceSample:
+    """Return a sample whose mask is drawn from an Aperio XML. The first three fields of the barcode are its patient.
+
+    `by_type`: whether each of MoNuSAC's classes has its own label value; None if regions have no class.
+    """
     patient = "-".join(image.stem.split("-")[:3])
-    return SourceSample(site, patient, image, mask_png(image.stem, _draw_mask, image, xml), split=split, is_patient=True)
+    return SourceSample(
+        site, patient, image, mask_png(image.stem, _draw_mask, image, xml, by_type), split=split, is_patient=True
+    )
 
 
-def _draw_mask(image: Path, xml: Path) -> np.ndarray:
-    """Return label values (H, W): 1 in the filled regions, except those named Ambiguous."""
+def _draw_mask(image: Path, xml: Path, by_type: bool | None) -> np.ndarray:
+    """Return label values (H, W) of the filled regions: 1, or a value per class. Later regions cover earlier ones."""
     canvas = Image.new("L", pictures.picture_shape(image)[::-1], 0)
     draw, expected = ImageDraw.Draw(canvas), "Aperio regions of vertices with X and Y"
     try:
         for annotation in read_xml(xml, expected).iterfind("Annotation"):
-            named = next((one.attrib.get("Name", "") for one in annotation.iterfind("Attributes/Attribute")), "")
-            for region in annotation.iterfind("Regions/Region"):
+            regions, value = list(annotation.iterfind("Regions/Region")), 1
+            if by_type is not None and regions:
+                names = (one.attrib.get("Name", "") for one in annotation.iterfind("Attributes/Attribute"))
+                named = next(names, "").strip().lower()
+                if named not in (*MONUSAC_TYPES, "ambiguous"):
+                    raise DataError(f"{xml}: expected a class of {', '.join(MONUSAC_TYPES)} or ambiguous; found {named!r}")
+                value = 0 if named == "ambiguous" else MONUSAC_TYPES.index(named) + 1 if by_type else 1
+            for region in regions:
                 points = [(float(v.attrib["X"]), float(v.attrib["Y"])) for v in region.iterfind("Vertices/Vertex")]
                 if not all(isfinite(x) and isfinite(y) for x, y in points):
                     raise ValueError("a coordinate is no finite number")
-                if len(points) > 2 and named.strip().lower() != "ambiguous":
-                    draw.polygon(points, fill=1)
+                if len(points) > 2 and value:
+                    draw.polygon(points, fill=value)
     except (KeyError, ValueError) as error:
         raise DataError(f"{xml}: expected {expected}; found otherwise ({error}); {GIVE}") from None
     return np.asarray(canvas)
@@ -150,6 +170,7 @@ SETS = {
     "pannuke": Importer(
         "fold folders such as 'Fold 1' with images/fold1/images.npy and types.npy, and masks/fold1/masks.npy",
         read_pannuke,
+        takes=("types",),
     ),
     "monuseg": Importer(
         "a folder with 'Tissue Images'/*.tif and Annotations/*.xml, and perhaps MoNuSegTestData with both together",
@@ -158,5 +179,6 @@ SETS = {
     "monusac": Importer(
         "a folder per patient, named by TCGA barcode, with *.tif or *.svs and an *.xml of the same name",
         read_monusac,
+        takes=("types",),
     ),
 }

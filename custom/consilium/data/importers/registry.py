@@ -32,6 +32,7 @@ IMPORTERS: Registry[Importer] = Registry(
 
 
 _TAKEN_BY_SOME = {
+    "types": "--types",
     "columns": "--column",
     "mask_patterns": "--mask-pattern",
     "exact_values": "--exact-values",
