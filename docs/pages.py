@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PICTURES = {".png", ".svg"}
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json"}
 KINDS = {
-    "strategies": ("Algorithms", "strategy", ("strategy", "trainer", "traits")),
+    "strategies": ("Algorithms", "strategy", ("strategy",)),
     "tasks": ("Tasks", "task", ("base", "registry")),
     "models": ("Models", "model", ("registry",)),
     "adapters": ("Adapters", "adapter", ("registry", "adapter_state")),
