@@ -94,9 +94,9 @@ def only_true(texts: Mapping[str, object]) -> list[str]:
 def terminal_table(table: Table, width: int, elsewhere: str = "--format md has them") -> Group:
     """Return a table for a terminal of `width` cells, with its notes.
 
-    If the table is too wide, headings of numbers get several lines, and texts wrap to WRAPPED cells or more. If that is not
-    enough, columns are dropped by rank, and a note names them and says where to find them (`elsewhere`). If no column can be
-    dropped any more, each cell gets a line of its own.
+    If the table is too wide, headings of numbers get several lines, and texts wrap at blanks, to WRAPPED cells or more. A word,
+    such as a name or a job's id, is not broken. If that is not enough, columns are dropped by rank, and a note names them and
+    says where to find them (`elsewhere`). If no column can be dropped any more, each cell gets a line of its own.
     """
     most = max(one.rank for one in table.columns)
     for keep, wraps in itertools.product(range(most, -1, -1), (False, True)):
@@ -108,6 +108,7 @@ def terminal_table(table: Table, width: int, elsewhere: str = "--format md has t
         pairs = [pair for row in table.rows for pair in (*zip(headings, row, strict=True), ("", ""))]
         names = {(place, 1) for place, (heading, _) in enumerate(pairs) if heading == headings[0]}
         keep, (grid, _) = most, _grid(Table("", [Column("", right=False)] * 2, pairs, best=names), (0, 1), True)
+        grid.columns[1].min_width = None  # a word that is longer than a line is folded
     gone = [shown(one.heading) for one in table.columns if one.rank > keep]
     notes = [*table.notes, *([f"no room here for: {', '.join(dict.fromkeys(gone))}; {elsewhere}"] if gone else [])]
     title = [rich_line(table.title, "italic", 1000)] if table.title else []
@@ -120,12 +121,18 @@ def _grid(table: Table, places: Sequence[int], wraps: bool) -> tuple[Grid, int]:
     grid, least = Grid(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), show_header=headed), 0
     for place in places:
         right, head = table.columns[place].right, shown(table.columns[place].heading)
-        cells = max((cell_len(shown(row[place], 2000)) for row in table.rows), default=0)
+        texts = [shown(row[place], 2000) for row in table.rows]
+        cells, word = (
+            max(map(cell_len, parts), default=0) for parts in (texts, [one for text in texts for one in text.split()])
+        )
         if right and wraps:
             head = "\n".join(textwrap.wrap(head, max(cells, 6), break_long_words=False))
         widest = max(cells, *map(cell_len, head.split("\n")))
-        grid.add_column(Text(head), "", justify="right" if right else "left", overflow="fold", no_wrap=right or not wraps)
-        least += 2 + (widest if right or not wraps else min(widest, WRAPPED))
+        need = widest if right or not wraps else max(word, min(widest, WRAPPED))
+        grid.add_column(
+            Text(head), "", justify="right" if right else "left", overflow="fold", no_wrap=right or not wraps, min_width=need
+        )
+        least += 2 + need
     for index, row in enumerate(table.rows):
         if (index in table.sums) != (index - 1 in table.sums):
             grid.add_section()

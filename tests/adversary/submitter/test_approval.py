@@ -149,7 +149,7 @@ def test_an_unapproved_job_is_refused_at_hello_before_data_are_touched(local: Pa
     workspace = SimpleNamespace(get_app_dir=lambda job: str(received), get_site_config_dir=lambda: str(local))
     for message in (wire.encode_dict(wire.HELLO, {"run": "r"}), Shareable()):
         guard = patch.object(site_registry, "build_guard")
-        with patch.object(job_context, "_workspace", lambda fl_ctx: workspace), guard as made:
+        with patch.object(job_context, "workspace", lambda fl_ctx: workspace), guard as made:
             reply = GuardTaskFilter().process(message, FLContext())
         assert wire.reason_of(reply) is Reason.APPROVAL
         made.assert_not_called()
@@ -160,7 +160,7 @@ def test_what_is_obeyed_is_what_was_shown(local: Path, received: Path) -> None:
     """A second job.yaml, deeper in the folder, is not read in the first one's place."""
     added("config/app/config/job.yaml", "name: other\n")(received)
     workspace = SimpleNamespace(get_app_dir=lambda job: str(received), get_site_config_dir=lambda: str(local))
-    with patch.object(job_context, "_workspace", lambda fl_ctx: workspace):
+    with patch.object(job_context, "workspace", lambda fl_ctx: workspace):
         assert job_context.load(FLContext()).config.name == "quickstart"
 
 
