@@ -262,3 +262,15 @@ def test_alignments_with_an_update_are_over_all_layers_and_0_with_nothing(dense:
     sites["two"].append((torch.ones(1, 1), 0 * unit[1:]))
     assert lowrank.alignments_with(sites, updates) == pytest.approx([1, -1, 0, 5**-0.5])
     assert lowrank.alignments_with(sites, {n: zero_update(1, 2) for n in rows}) == [0] * 4
+
+
+@pytest.mark.parametrize("rows", [1, 5, 15])
+def test_a_large_update_with_few_live_rows_is_decomposed_to_the_same_bits_every_time(rows: int) -> None:
+    """ARPACK restarts there, and would draw the new start from fresh randomness."""
+    dense = torch.zeros(600, 600)
+    dense[:rows] = torch.randn(rows, 600, generator=torch.Generator().manual_seed(1))
+    first, second = (spectrum(Update(torch.zeros(600, 0), torch.zeros(0, 600), dense), 16) for _ in range(2))
+    assert torch.equal(first.left, second.left)
+    assert torch.equal(first.values, second.values)
+    assert torch.equal(first.right, second.right)
+    torch.testing.assert_close(first.values[:rows].float(), torch.linalg.svdvals(dense)[:rows], rtol=1e-5, atol=0)

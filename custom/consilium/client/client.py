@@ -100,7 +100,6 @@ class Client:
         """The client's name in the federation."""
         return self.context.name
 
-    @with_model_on_ranks
     def prepare_round(self) -> None:
         """Check the data files, rehearse a DP-SGD step and start other devices, before a round is charged.
 
@@ -111,6 +110,10 @@ class Client:
         if self.context.plan is not None and self.context.config.dpsgd and not self._rehearsed:
             rehearse_step(self.context)
             self._rehearsed = True
+        self._start_ranks()
+
+    @with_model_on_ranks
+    def _start_ranks(self) -> None:
         if self.context.ranks:
             self.context.ranks.start_ranks()
 

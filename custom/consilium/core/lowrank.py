@@ -2,7 +2,8 @@
 
 The update W (out, in) of a layer is stored as stacked factors left (out, k) @ right (k, in) while that is cheaper, then as one
 dense matrix. It is never truncated. For stacked factors, singular triplets come from QR and a small SVD (float64). For a large
-dense W they come from ARPACK, which iterates until the residuals are rounding errors, for a small one from the full SVD.
+dense W, of which few triplets are wanted, they come from ARPACK, which iterates until the residuals are rounding errors,
+otherwise from the full SVD.
 """
 
 import math
@@ -26,8 +27,8 @@ SMALL = 512
 class Spectrum:
     """The first singular triplets of W: `left` (out, r), `values` (r,) float64 descending, `right` (r, in).
 
-    `error`: the values' rounding error. `energy` is ||W||_F^2. Values that are only rounding noise are 0, and so are their
-    vectors. In every column of `left`, the entry of largest magnitude is positive.
+    `error`: the rounding error of the values that are not 0. `energy` is ||W||_F^2. Values that are only rounding noise are 0,
+    and so are their vectors. In every column of `left`, the entry of largest magnitude is positive.
     """
 
     left: Tensor
@@ -162,14 +163,24 @@ def _spectrum_of_dense(dense: Tensor, top: int) -> Spectrum:
 
 
 def _iterated_triplets(whole: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return the first `top` singular triplets, found by ARPACK from a fixed start; None if it does not converge."""
-    from scipy.sparse.linalg import ArpackError, svds  # imported here: most processes decompose nothing
+    """Return the first `top` singular triplets; None if ARPACK does not converge.
 
+    ARPACK finds eigenvectors of W'W, or of WW' for a wide W, from a fixed start. The triplets are those of W on these vectors.
+    scipy's `svds` does the same, but its restarts draw random numbers that no argument fixes.
+    """
+    from scipy.sparse.linalg import ArpackError, LinearOperator, eigsh  # imported here: most processes decompose nothing
+
+    wide = whole.shape[0] < whole.shape[1]
+    tall = whole.cpu().T if wide else whole.cpu()
+    array, size = tall.numpy(), tall.shape[1]
+    gram = LinearOperator((size, size), matvec=lambda vector: array.T @ (array @ vector), dtype=array.dtype)
     try:
-        u, values, vt = svds(whole.cpu().numpy(), k=top, v0=torch.ones(min(whole.shape), dtype=torch.float64).numpy())
+        _, vectors = eigsh(gram, k=top, v0=torch.ones(size, dtype=torch.float64).numpy(), rng=0)
     except ArpackError:
         return None
-    return torch.from_numpy(u[:, ::-1].copy()), torch.from_numpy(values[::-1].copy()), torch.from_numpy(vt[::-1].copy())
+    basis = torch.from_numpy(vectors.copy())
+    u, values, vt = torch.linalg.svd(tall @ basis, full_matrices=False)
+    return (basis @ vt.T, values, u.T) if wide else (u, values, vt @ basis.T)
 
 
 def squared_norm(dense: Tensor) -> float:

@@ -58,7 +58,14 @@ class Registry(Mapping[str, K], Generic[K]):
     def __getitem__(self, name: str) -> K:
         if name in self._added:
             return self._added[name]
-        found = resolve(self._built_in[name])
+        place = self._built_in[name]
+        try:
+            found = resolve(place)
+        except (ImportError, AttributeError, SyntaxError) as error:
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise ConfigError(
+                f"{self.what} {name!r}: {place!r} in the registry cannot be loaded ({why}); correct line or file"
+            ) from None
         return found[name] if isinstance(found, dict) else found
 
     def __iter__(self) -> Iterator[str]:

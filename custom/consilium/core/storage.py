@@ -61,7 +61,9 @@ def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return (tensors, meta) from a file that `save_state` wrote. Raises CheckpointError if it is missing or damaged."""
     try:
         with safe_open(path, framework="pt") as file:
-            tensors, header = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+            # copies, because tensors of torch are views of the file, which may be overwritten after its check
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            header = file.metadata() or {}
         meta, expected = json.loads(header["meta"]), header["sha256"]
     except (OSError, SafetensorError, KeyError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a readable state file ({error}); restore it or start afresh") from None
@@ -217,11 +219,24 @@ def make_private_folder(path: Path) -> Path:
 
 def sweep(folder: Path) -> list[Path]:
     """Remove temporary files under `folder` that `write_atomic` left when its process ended; return their paths."""
-    temporary = ((path, match) for path in folder.rglob(".*") if (match := _TEMPORARY.fullmatch(path.name)) and path.is_file())
-    found = [path for path, match in temporary if not path.is_symlink() and not psutil.pid_exists(int(match[1]))]
+    found = [
+        path
+        for path in folder.rglob(".*")
+        if (match := _TEMPORARY.fullmatch(path.name)) and _writer_is_gone(path, int(match[1]))
+    ]
     for path in found:
         path.unlink(missing_ok=True)
     return found
+
+
+def _writer_is_gone(path: Path, pid: int) -> bool:
+    """Tell whether the process that wrote a temporary file has ended: no process has its id, or one that started later."""
+    try:
+        return not path.is_symlink() and path.is_file() and path.stat().st_mtime < psutil.Process(pid).create_time()
+    except psutil.NoSuchProcess:
+        return True
+    except (psutil.Error, OSError, OverflowError):
+        return False
 
 
 @contextmanager

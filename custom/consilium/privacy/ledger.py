@@ -186,13 +186,15 @@ def _read_rows(db: sqlite3.Connection, path: Path, whole: bool = True) -> list[S
     rows = db.execute(f"SELECT time, {', '.join(columns)}, seal FROM releases ORDER BY rowid")
     for number, (when, *values, seal) in enumerate(rows, start=1):
         row = dict(zip(columns, values, strict=True))
-        try:
-            entry = Entry.of(row | {"private": {0: False, 1: True}[row["private"]]})
-            UNITS.index(entry.unit)
-        except (KeyError, TypeError, ValueError):
+        numbers = [row[name] for name in ("round", "phase", "noise_multiplier", "sample_rate", "count", "clip", "private")]
+        texts = [row[name] for name in ("run", "job", "dataset", "unit", LATER) if row.get(name) is not None]
+        right = all(isinstance(value, int | float) for value in numbers) and all(isinstance(value, str) for value in texts)
+        if row["unit"] not in UNITS or not right:
             raise RefusedError(
                 f"{path}: row {number} of the privacy ledger is none of this version; nothing was sent", Reason.LEDGER
-            ) from None
+            )
+        # also a row with a cell of another type, such as 4.0 for 4: it is altered, and `accept` keeps it
+        entry = Entry(**row | {"private": bool(row["private"])})
         before = _row_seal(before, when, entry)
         if whole and seal != before:
             raise RefusedError(

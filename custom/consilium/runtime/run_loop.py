@@ -3,11 +3,11 @@
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
-from consilium.core.messages import Kind, Payload
-from consilium.runtime.site_diagnostics import SiteDiagnostics
+from consilium.core.messages import Kind, Payload, SiteInfo
 from consilium.server.coordinator import Coordinator
 from consilium.server.cross_site import CrossSites
 from consilium.server.masked_round import Asked, MaskedRounds
+from consilium.strategies.strategy import ServerState
 
 Take = Callable[[str, Any], str | None]
 """Takes a site's name and its answer. Returns why the answer was refused, None if it was not. A RefusedError refuses it too."""
@@ -29,6 +29,16 @@ class Transport(Protocol):
         """Send messages as `ask` does, and return a function that waits for the answers, for a limited time."""
 
 
+class Probe(Protocol):
+    """Measures inside the sites during a phase, see site_diagnostics.py. FLARE's server has none and does not load its code."""
+
+    def store_result(self, info: SiteInfo, payload: Payload, result: Payload) -> None:
+        """Store a site's accepted result and the payload that it was sent."""
+
+    def conclude(self, state: ServerState) -> dict[str, float]:
+        """Return the phase's measurements. It is called before the results are merged into `state`."""
+
+
 class RunLoop:
     """Runs the phases of one run.
 
@@ -42,7 +52,7 @@ class RunLoop:
         transport: Transport,
         masked: MaskedRounds | None = None,
         crossing: CrossSites | None = None,
-        probe: SiteDiagnostics | None = None,
+        probe: Probe | None = None,
         pooled: Collection[str] = (),
     ) -> None:
         self.coordinator, self.transport, self.masked, self.crossing = coordinator, transport, masked, crossing
@@ -56,8 +66,9 @@ class RunLoop:
         c, ask = self.coordinator, self.transport.ask
         self.transport.register(first=True)
         if (survey := c.survey).is_pending:
-            survey.asked = set(self.pooled or c.sites)
-            ask(Kind.STATISTICS, dict.fromkeys(self.pooled or c.sites), survey.accept, lambda: len(survey.found) >= c.quorum)
+            names = list(self.pooled or c.sites)  # once, because sites may connect meanwhile
+            survey.asked = set(names)
+            ask(Kind.STATISTICS, dict.fromkeys(names), survey.accept, lambda: len(survey.found) >= c.quorum)
             survey.finish()
         if crossing := self.crossing:
 

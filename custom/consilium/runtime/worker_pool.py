@@ -110,6 +110,7 @@ class WorkerPool:
         self, job: Job, sites: Mapping[str, SiteConfig], folder: Path, count: int, observer: Observer, former: Path | None
     ) -> None:
         self.observer, self._events = observer, SimpleQueue[Any]()
+        self._answered, self._number = set[Future[Any]](), dict[Future[Any], int]()
         names = list(sites)
         self._workers = [ChildProcess(worker_main, threads=1) for _ in range(min(count, len(names)))]
         self._threads = [ThreadPoolExecutor(1) for _ in self._workers]
@@ -138,8 +139,8 @@ class WorkerPool:
 
     def wait_for_sites(self) -> dict[str, "RemoteSite"]:
         """Wait until all sites are built, and return them. Raises ConsiliumError if a site cannot be built."""
-        for number, thread in enumerate(self._threads):
-            self._await(number, thread.submit(self._answer_of, number))
+        for future in [self._submit(number, self._answer_of, number) for number, _ in enumerate(self._threads)]:
+            self._await(future)
         return {name: RemoteSite(name, self) for name in self._place}
 
     def ask(self, site: str, *question: Any) -> Callable[[], Any]:
@@ -148,7 +149,14 @@ class WorkerPool:
         Return a function that waits for the answer and raises the site's ConsiliumError.
         """
         number = self._place[site]
-        return partial(self._await, number, self._threads[number].submit(self._exchange, number, (site, *question)))
+        return partial(self._await, self._submit(number, self._exchange, number, (site, *question)))
+
+    def _submit(self, number: int, do: Callable[..., Any], *words: Any) -> Future[Any]:
+        """Let a worker's thread call `do`. Its end is an event like those of the sites."""
+        future = self._threads[number].submit(do, *words)
+        self._number[future] = number
+        future.add_done_callback(self._events.put)
+        return future
 
     def _exchange(self, number: int, question: tuple[Any, ...]) -> Any:
         send_by_value(self._workers[number].pipe, question)
@@ -161,16 +169,23 @@ class WorkerPool:
                 return found
             self._events.put(found)
 
-    def _await(self, number: int, future: Future[Any]) -> Any:
-        """Return a worker's answer. Meanwhile, pass on the events of all workers, in this thread."""
-        future.add_done_callback(self._events.put)
-        while (event := self._events.get()) is not future:
-            self.observer(event)
-        try:
-            found = future.result()
-        except (EOFError, OSError):
-            ended = self._workers[number].end()
-            raise _Gone(f"--workers: {ended} `--resume` goes on from the last finished round") from None
+    def _await(self, future: Future[Any]) -> Any:
+        """Return a worker's answer. Meanwhile, pass on the events of all workers, in this thread.
+
+        Raises _Gone as soon as any worker has ended.
+        """
+        while future not in self._answered:
+            event = self._events.get()
+            if not isinstance(event, Future):
+                self.observer(event)
+                continue
+            self._answered.add(event)
+            if isinstance(event.exception(), (EOFError, OSError)):
+                ended = self._workers[self._number[event]].end()
+                raise _Gone(f"--workers: {ended} `--resume` goes on from the last finished round")
+        self._answered.discard(future)
+        del self._number[future]
+        found = future.result()
         if isinstance(found, Exception):
             raise found
         return found

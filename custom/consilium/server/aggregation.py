@@ -61,14 +61,14 @@ def aggregate_results(job: Job, state: ServerState, mean: RoundResults) -> Serve
     the result has NaN or Inf, or an error occurs. `state` is not changed.
     """
     config, before = job.config, state
-    if config.dpsgd is not None and config.dpsgd.trust == "distributed":
-        before, mean = training_optimizer_step(config.training, state, mean)
-    elif config.server is not None:
-        trained = trained_names(job.strategy, job.initial, state.round, state.phase)
-        descent = {name: update for name, update in mean.items() if name in trained}
-        before, steps = server_optimizer_step(config.server, state, descent)
-        mean = {**mean, **steps}
     try:
+        if config.dpsgd is not None and config.dpsgd.trust == "distributed":
+            before, mean = training_optimizer_step(config.training, state, mean)
+        elif config.server is not None:
+            trained = trained_names(job.strategy, job.initial, state.round, state.phase)
+            descent = {name: update for name, update in mean.items() if name in trained}
+            before, steps = server_optimizer_step(config.server, state, descent)
+            mean = {**mean, **steps}
         after = job.strategy.aggregate(before, mean)
     except RuntimeError as error:  # a decomposition that does not converge
         why = " ".join(str(error).split())[:200]

@@ -77,11 +77,13 @@ def _start_from_adapter(job: Job, folder: Path) -> Start:
     """
     config, (kept, card) = job.config, read_adapter_folder(folder)
     base, ours = f"{config.model.name}-{config.model.variant}", config.adapter.product_scaling
-    theirs = load_run_job(folder, frozenset(config.packages)).adapter.product_scaling * kept.scaling
     extra, lacking = (
         sorted(name for name in one.keys() - other.keys() if not is_strategy_part(name))
         for one, other in ((kept.values, job.initial), (job.initial, kept.values))
     )
+    of_same_kind = card.adapter == config.adapter.kind and card.model == base
+    # read only then, because another kind may come with a package that this job does not list
+    theirs = load_run_job(folder, frozenset(config.packages)).adapter.product_scaling * kept.scaling if of_same_kind else ours
     unlike = [n for n, fresh in job.initial.items() if n in kept.values and kept.values[n].shape != fresh.shape]
     shapes = [tuple(one[unlike[0]].shape) for one in (kept.values, job.initial)] if unlike else ["", ""]
     problems = {

@@ -215,6 +215,10 @@ class Charges:
         """
         self.ledger.spend(replace(row, digest=digest, count=0 if self.is_dpsgd else row.count), self.policy.budgets)
 
+    def has_void_row(self, row: Entry) -> bool:
+        """Tell whether the ledger has a void row with the same key, see `Entry.is_void`."""
+        return any(one.key == row.key and one.is_void for one in self.ledger.entries(self.dataset))
+
     def check_terms(self, terms: Entry, row: Entry) -> None:
         """Raise RefusedError if `row` does not cover `terms`, the terms on which a stored answer was made."""
         if not row.pays_for(terms):

@@ -186,7 +186,8 @@ class Guard:
         """
         if task.kind is Kind.MASKS:
             self._mark_answered(task, Kind.MASKS)
-            assert self.masking is not None  # `authorize` accepts no such task without it
+            if self.masking is None:
+                raise RefusedError(f"{self.name}: an answer about masks in a job without them; nothing was sent", Reason.TASK)
             return self.masking.answer(task)
         leave: dict[Kind, Callable[[AuthorizedTask, Any], Any]] = {
             Kind.HELLO: self.release_hello,

@@ -24,7 +24,7 @@ from consilium.core.storage import (
     unreadable_error,
     write_json,
 )
-from consilium.privacy.accounting import Entry
+from consilium.privacy.accounting import VOID, Entry
 from consilium.privacy.guard import audit_entries, task_schedule
 from consilium.privacy.guard.audit_entries import AuditTrail, Charges
 from consilium.privacy.guard.task_schedule import AuthorizedTask
@@ -199,6 +199,8 @@ class ReplayPolicy:
                 f"{charges.site}: {place} has failed here before, and that answer stays ({folder}); nothing was sent",
                 refusal.reason,
             )
+        if not paid and charges.has_void_row(row):
+            raise RefusedError(f"{charges.site}: {place} is {VOID}; nothing was sent; begin a new run", Reason.LEDGER)
         stored = load(folder, task.place, paid)
         lost = stored is None and (paid or task.answered)
         if lost or task.ledger_run != charges.ledger_run(task.run, task.place):
