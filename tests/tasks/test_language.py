@@ -310,6 +310,16 @@ def test_what_a_record_s_score_is_of() -> None:
         assert (task.scored.score, task.scored.lower) == (said, True)
 
 
+def test_labels_that_no_score_reads_are_named_once_for_the_job(caplog: pytest.LogCaptureFixture) -> None:
+    """A hundred sites of a simulation would otherwise each say it."""
+    config = small_text()
+    config = config.model_copy(update={"task": config.task.model_copy(update={"evaluate": "loss"})})
+    wanted = "task.labels is not read where task.evaluate is loss; use options or label to score by it"
+    assert assemble_job(config).warnings == (wanted,)
+    make_task(text("q", "yes"), labels=["yes", "no"])
+    assert not caplog.text
+
+
 def test_records_without_a_label_or_final_answer_are_refused() -> None:
     with pytest.raises(DataError, match=r"site: training\.jsonl:1: output has none of the labels \(a, b\)"):
         make_task(text("q", "none of them"), evaluate="label", labels=["a", "b"])

@@ -246,7 +246,7 @@ def _checked(value: Any, where: str, key: str, depth: int = 0) -> Any:
     Raises ValueError for a forbidden entry, and for one that would make building the model take minutes or gigabytes. The
     server builds the model on the meta device. Tensor sizes cost nothing there, but every layer or expert is a module.
     """
-    if isinstance(value, dict | list):
+    if isinstance(value, dict | list | tuple):
         if len(value) > 1024 or depth > 8:
             raise ValueError(f"{key or 'a map'} of at most 1024 entries, nested 8 deep at most")
         if isinstance(value, dict):
