@@ -319,9 +319,10 @@ def _why_records_mix(key: str, value: Any, kind: str) -> tuple[str, str] | None:
     return None
 
 
-def _total(value: list[Any]) -> float:
+def _total(value: list[Any] | tuple[Any, ...]) -> float:
     """Return the sum of the absolute numbers in a list and its nested lists."""
-    return sum(_total(one) if isinstance(one, list) else abs(one) for one in value if isinstance(one, list | int | float))
+    nested = (one for one in value if isinstance(one, list | tuple | int | float))
+    return sum(abs(one) if isinstance(one, int | float) else _total(one) for one in nested)
 
 
 def named_sets(tower: str = "") -> dict[str, TargetSet]:

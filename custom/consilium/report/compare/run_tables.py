@@ -102,7 +102,8 @@ def steps_of(runs: Sequence[RunRecord]) -> list[float | None]:
 def unequal_steps(group: Group) -> list[str]:
     """Return [] if all methods make equally many steps at a site, else a line with their steps, and one with the remedy.
 
-    Runs on pooled data are left out, because `_fewer_pooled_samples_lines` compares them. There is no remedy for runs that ended early.
+    Runs on pooled data are left out, because `_fewer_pooled_samples_lines` compares them. There is no remedy for runs that
+    ended early.
     """
     runs = {m: group.runs_of(m) for m in group.methods if group.runs_of(m) and not group.runs_of(m)[0].is_pooled}
     made = {m: n for m, some in runs.items() if (n := mean([one for one in steps_of(some) if one is not None]))}
