@@ -123,7 +123,7 @@ def _fewer_pooled_samples_lines(group: Group) -> list[str]:
     pooled, apart = dict[str, tuple[float, str]](), [(0.0, "")]
     for method in group.methods:
         for run in group.runs_of(method)[:1]:
-            steps, batch = run.config.training.local_steps or 0, run.config.training.batch_size
+            steps, batch = float(run.config.training.local_steps or 0), run.config.training.batch_size
             steps *= 1 if run.is_pooled else len(run.sites) * run.config.federation.fraction_train
             seen = (steps * batch, f"{steps:.0f} steps of batch {batch}")  # 0 samples are unknown: a job without local_steps
             if run.is_pooled:
