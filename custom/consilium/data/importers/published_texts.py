@@ -101,8 +101,8 @@ class TextSet:
             for group, answer in tests.items():
                 if group not in known or known[group]["output"] != answer:
                     raise DataError(
-                        f"{truth}: expected the answer of a record {group}; found {repr(answer)[:40]}; give both files of one "
-                        "release"
+                        f"{truth}: expected the answer of record {group} in the other file; found {repr(answer)[:40]}; give "
+                        "both files of one release"
                     )
             lines = [replace(one, split="test") if one.group in tests else one for one in lines]
         elif self.test_ids:
