@@ -158,6 +158,12 @@ def test_medquads_sources_are_sites_and_empty_answers_are_left_out(tmp_path: Pat
     (source / "1_CancerGov_QA/0000001_1.xml").write_text('<!DOCTYPE D [<!ENTITY a "b">]><D>&a;</D>')
     with pytest.raises(DataError, match=r"0000001_1\.xml: .*declares a document type.*; give the publisher's file"):
         import_set("medquad", source, tmp_path / "bad")
+    (source / "1_CancerGov_QA/0000001_1.xml").write_text("<D>" * 65 + "</D>" * 65)
+    with pytest.raises(DataError, match=r"0000001_1\.xml: .*nested over 64 deep.*; give the publisher's file"):
+        import_set("medquad", source, tmp_path / "bad")
+    (source / "1_CancerGov_QA/0000001_1.xml").write_text("<D>" + " " * 2**22 + "</D>")
+    with pytest.raises(DataError, match=r"0000001_1\.xml: .*; give the publisher's file"):
+        import_set("medquad", source, tmp_path / "bad")
     with pytest.raises(DataError, match=r"expected folders such as 1_CancerGov_QA .*; found other\.xml"):
         import_set("medquad", source / "QA-TestSet", tmp_path / "bad")
 
@@ -299,6 +305,7 @@ def test_options_become_letters_and_groups_stay_together(name: str, tmp_path: Pa
         ("hellaswag", {"label": 4}, r"hellaswag_train\.jsonl:1: '.*': expected a label from 0 to 3; found '4'"),
         ("medmcqa", {"cop": 0}, r"train\.json:1: .*: expected a label from 1 to 4; found '0'"),
         ("medqa", {"answer_idx": "F"}, "expected a label from A to D; found 'F'"),
+        ("hellaswag", {"endings": ["x"] * 27, "label": 0}, "expected 2 to 26 options; found 27"),
         ("medqa", {"options": {}}, "train.jsonl:1: expected options A to D or E"),
         ("medqa", {"options": {"A": None, "B": "b", "C": "c", "D": "d"}}, "expected options that are texts; found None"),
         ("medmcqa", {"exp": "x" * 1_100_000}, r"train\.json:1: a record has at most 1,048,576 characters"),
@@ -375,9 +382,10 @@ def test_mmlu_medical_is_six_subjects_without_headings(tmp_path: Path) -> None:
     assert 'Two\nlines, and "one" mark\nA. a\nB. b,c\nC. c\nD. d' in {text.input for text in tested}
 
 
-def test_ids_of_another_release_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("truth", [{"9": "yes"}, {"1": "yes"}, {"9": None}, [["1"]]])
+def test_answers_of_another_release_are_refused(truth: Any, tmp_path: Path) -> None:
     raws = {str(n): {"QUESTION": f"q{n}", "CONTEXTS": ["c"], "final_decision": "no"} for n in range(5)}
     (tmp_path / "ori_pqal.json").write_text(json.dumps(raws))
-    (tmp_path / "test_ground_truth.json").write_text(json.dumps({"9": "yes"}))
-    with pytest.raises(DataError, match=r"test_ground_truth\.json: there is no record 9; give both files of one release"):
+    (tmp_path / "test_ground_truth.json").write_text(json.dumps(truth))
+    with pytest.raises(DataError, match=r"test_ground_truth\.json: expected .* record.*; found .*; give "):
         import_set("pubmedqa", tmp_path, tmp_path / "out")

@@ -4,6 +4,7 @@ import json
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -161,6 +162,13 @@ def test_a_list_comes_apart_into_tiles_of_image_and_mask(tmp_path: Path) -> None
     assert len(thin["test"]) == 6
     assert len({item.study for item in found["training"]}) == 1
     assert [len(expand(read_datalist(path)).splits[split]) for split in ("training", "test")] == [1, 1]
+
+
+def test_a_tile_of_a_value_without_class_is_not_empty(tmp_path: Path) -> None:
+    data = read_datalist(listed(tmp_path, labelled()))
+    mapped = replace(data.splits["training"][0], label_map=((1, ("a",)), (2, ())))
+    found = expand(replace(data, splits={"training": (mapped,)}), PictureSettings(tiles=TilesConfig(size=128, empty="drop")))
+    assert [item.tile for item in found.splits["training"]] == [(0, 0, 128, 128), (202, 122, 128, 128)]
 
 
 def test_a_tile_in_the_list_is_one_sample(tmp_path: Path) -> None:

@@ -25,6 +25,17 @@ def test_methods_are_named_by_the_settings_in_which_they_differ(tmp_path: Path) 
     ).methods == ["fedprox, mu 0.1, rank 4", "fedprox, mu 1, rank 4", "fedit, rank 2"]
 
 
+def test_an_optional_section_makes_another_method(tmp_path: Path) -> None:
+    plain, stepped = make(tmp_path / "a", {"s": 0.5}), make(tmp_path / "b", {"s": 0.9}, server={"optimizer": "momentum"})
+    masked = make(tmp_path / "c", {"s": 0.7}, secure_aggregation={})
+    group = group_of(plain, stepped, masked)
+    assert len(set(group.methods)) == 3
+    assert group.left == ()
+    assert group.methods[0] == "fedit"
+    assert "optimizer momentum" in group.methods[1]
+    assert group.methods[2] == "fedit, colluders 1"
+
+
 def test_the_same_job_twice_counts_once_and_is_named(tmp_path: Path) -> None:
     group = group_of(make(tmp_path / "a", {"s": 0.5}), make(tmp_path / "b", {"s": 0.9}))
     assert scores_of(group, Stage.GLOBAL, "accuracy").means("fedit") == [0.5]

@@ -268,6 +268,24 @@ def test_pooled_data_are_no_other_set_of_parameters(tmp_path: Path) -> None:
     assert said in cost_table(group_of(*folders, other)).notes
 
 
+def test_pooled_data_that_see_less_than_all_sites_are_told_of(tmp_path: Path) -> None:
+    """Two sites of 5 steps of batch 4 see 40 samples a round; 10 steps of batch 4 or 5 of batch 8 see as many."""
+
+    def run(name: str, strategy: str, **training: int) -> Path:
+        whole = small_cells(strategy).model_dump()["training"] | {"batch_size": 4} | training
+        return make(tmp_path / name, {"s0": 0.5, "s1": 0.7}, strategy, training=whole)
+
+    together = run("a", "fedit", local_steps=5)
+    said = (
+        "centralized: pooled data train 5 steps of batch 4 a round, the sites together 10 steps of batch 4: no upper bound; "
+        "set training.local_steps to the sites' sum"
+    )
+    assert said in cost_table(group_of(together, run("b", "centralized", local_steps=5))).notes
+    for name, training in {"c": {"local_steps": 10}, "d": {"local_steps": 5, "batch_size": 8}, "e": {}}.items():
+        notes = cost_table(group_of(together, run(name, "centralized", **training))).notes
+        assert not any("no upper bound" in note for note in notes), name
+
+
 def test_diagnostics_and_scores_are_correlated_over_ten_runs_of_one_method(tmp_path: Path) -> None:
     """By hand: of ten ranks, the first two are exchanged, so rho is -(1 - 6 * 2 / 990)."""
     scores = (0.8, 0.9, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)

@@ -169,6 +169,23 @@ def test_parts_that_do_not_fit_together_are_told_before_the_first_cell(study_fil
             },
             "published: method=FFA dice=0.5: fits several cells; say lr too",
         ),
+        (
+            {
+                "axes": {"method": METHODS, "lr": {"training.lr": [0.5]}},
+                "published": [
+                    {"method": "FFA", "lr": 0.5, "site": "a", "dice": 0.5},
+                    {"method": "FFA", "iou": 0.5, "dice": 0.75},
+                    {"method": "FFA", "lr": 0.5, "dice": 0.5},
+                ],
+            },
+            "published: method=FFA lr=0.5 dice=0.5: another row has 'dice' of the same cells; keep one of them",
+        ),
+        (
+            {"axes": {"method": METHODS}, "published": [{"method": "FFA", "site": "site-1"}]},
+            "published: {'method': 'FFA', 'site': 'site-1'}: has no number; give one, or take the row out",
+        ),
+        ({"axes": {"method": METHODS}, "set": {"sites": [1]}}, "sites: [1]: expected a number or text"),
+        ({"axes": {"method": METHODS}, "set": {"sites": True}}, "sites: True: expected a number or text"),
         ({"axes": {"gate": {True: {}, False: {}}}}, "text or a number, not True; put it in quotes"),
         ({"axes": {"method": METHODS}, "base": "nowhere"}, "no job.yaml there"),
         ({"axes": {}}, "axes"),
@@ -193,6 +210,19 @@ def test_a_size_that_a_study_lacks_and_a_study_that_is_not_there(study_file: Mak
         load(study_file(axes={"method": METHODS}), "smoke")
     with pytest.raises(ConfigError, match=r"nowhere: no such study; give a file, or a name in jobs/studies \(such as "):
         load(Path("nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("axis", "name"),
+    [
+        ({1: {"training.seed": 1}, "1": {"training.seed": 3}}, "1"),
+        ({"training.seed": [1, "1"]}, "1"),
+        ({"training.seed": [0, 0, 1]}, "0"),
+    ],
+)
+def test_two_values_of_one_name_are_refused_and_none_is_lost(study_file: MakeStudy, axis: dict[Any, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}' is there twice"):
+        load(study_file(axes={"seed": axis}))
 
 
 def test_a_grid_is_counted_before_it_is_made(study_file: MakeStudy) -> None:

@@ -17,7 +17,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import DataError
 from consilium.data.datalist import DataList
 from consilium.data.text import Text
-from consilium.federation.job import build_model
+from consilium.federation.job import assemble_job, build_model
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
 from consilium.tasks.language import LanguageConfig, metric_names
 from consilium.tasks.language.task import LanguageTask, token_losses
@@ -308,6 +308,16 @@ def test_what_a_record_s_score_is_of() -> None:
         task.evaluate(Uniform(), "test", 1, full=True)
         assert task.scored is not None
         assert (task.scored.score, task.scored.lower) == (said, True)
+
+
+def test_labels_that_no_score_reads_are_named_once_for_the_job(caplog: pytest.LogCaptureFixture) -> None:
+    """A hundred sites of a simulation would otherwise each say it."""
+    config = small_text()
+    config = config.model_copy(update={"task": config.task.model_copy(update={"evaluate": "loss"})})
+    wanted = "task.labels is not read where task.evaluate is loss; use options or label to score by it"
+    assert assemble_job(config).warnings == (wanted,)
+    make_task(text("q", "yes"), labels=["yes", "no"])
+    assert not caplog.text
 
 
 def test_records_without_a_label_or_final_answer_are_refused() -> None:

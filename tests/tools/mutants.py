@@ -1,6 +1,6 @@
 """Break the code in one place at a time, and count how often the tests that reach the place fail.
 
-    python -m tests.tools.mutants --rooms custom/consilium/linalg --tests tests/linalg --seed 0 --count 10
+    python -m tests.tools.mutants --rooms custom/consilium/strategies --tests tests/strategies --seed 0 --count 10
 
 1. Record once which statements each test reaches and how long it takes. The record is renewed for test files that changed, and
    whole when the code changed.

@@ -231,13 +231,17 @@ def test_a_model_that_is_not_there_is_named_with_those_that_are(
 
 def test_an_adapter_folder_is_no_other_model_than_asked_for(finished: Path) -> None:
     last, best = (finished / "sites/site-1/adapters" / name for name in ("personalized", "personalized-best"))
-    for folder in (last, best):
-        assert adapter_folder(folder) == folder
+    for folder, stage, wanted in ((last, Stage.PERSONALIZED, False), (best, Stage.PERSONALIZED, True), (best, None, True)):
+        assert adapter_folder(folder) == adapter_folder(folder, None, stage, wanted) == folder
     assert adapter_folder(finished) == finished / "adapters/global"
     with pytest.raises(ConfigError, match=r"--site x: .* is one adapter, not a run; leave the site out"):
         adapter_folder(last, "x")
-    for folder, stage, wanted in ((last, Stage.GLOBAL, False), (last, None, True), (best, Stage.PERSONALIZED, False)):
-        with pytest.raises(ConfigError, match=r"--stage, --best: .* is one adapter, not a run; leave them out"):
+    for folder, stage, wanted, said in (
+        (last, Stage.GLOBAL, False, "--stage global: .* is one adapter, 'personalized'; leave --stage and --best out"),
+        (last, None, True, "--best: .* is one adapter, 'personalized'"),
+        (best, Stage.PERSONALIZED, False, "is one adapter, 'personalized-best'"),
+    ):
+        with pytest.raises(ConfigError, match=said):
             adapter_folder(folder, None, stage, wanted)
 
 

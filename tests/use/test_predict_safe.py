@@ -3,6 +3,8 @@
 import errno
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import nibabel
 import numpy as np
@@ -11,13 +13,21 @@ import pytest
 import yaml
 from PIL import Image
 
-from consilium.core.errors import DataError
+from consilium.core.errors import ConfigError, DataError
 from consilium.data.synthetic.organs import Study
 from consilium.use.model import open_model
 from consilium.use.predict import OutputOptions, predict, split_clashing, write_nifti, write_picture
 from consilium.use.predictor import Input, Predictor, find_inputs
 from tests.conftest import run
 from tests.use.test_predict import AFFINE, noise, write_dicom_series
+
+
+def test_a_plug_ins_task_is_refused_on_a_text_model_too(tmp_path: Path) -> None:
+    config = SimpleNamespace(task=SimpleNamespace(name="triage"), model=SimpleNamespace(name="causal_lm"))
+    predictor = cast(Predictor, SimpleNamespace(opened=SimpleNamespace(config=config)))
+    with pytest.raises(ConfigError, match=r"task\.name: .triage.: predict knows segmentation"):
+        predict(predictor, [], OutputOptions(tmp_path / "out"), lambda one: None)
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_original_is_never_replaced(

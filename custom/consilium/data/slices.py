@@ -78,7 +78,8 @@ def planes_or_tiles(item: Item, settings: PictureSettings, split: str = "test", 
         what = "slices.empty cannot tell its planes" if wanted is settings.slices else "tiles.empty cannot tell its tiles"
         raise UnfitError(f"{item.image}: has no mask, so task.{what}; write keep")
     share = wanted.empty if isinstance(wanted.empty, float) else 0.0
-    background = {0, *(value for value, classes in item.label_map or () if not classes)}
+    unmapped = {value for value, classes in item.label_map or () if not classes}
+    background = {0} if wanted is settings.tiles else {0, *unmapped}  # a tile counts as labelled if any value is not 0
     for number, part in parts.items():
         drawn = seed_for(seed_for(index, "empty"), "plane", number) % _UNIT < share * _UNIT
         if drawn or read_labels(part, settings).present() - background:

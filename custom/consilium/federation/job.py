@@ -80,7 +80,7 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
         names = adapter.trainable_base(model, config.adapter)
         shapes = own | part_shapes(config.strategy.traits.parts, own, model, base)
         shapes |= trained_base_shapes(model, names) | adapter_state.head_shapes(model)
-        warnings = [*shared_weight_warning(model, own)]
+        warnings = [*config.task.warnings(), *shared_weight_warning(model, own)]
         if config.strategy.traits.pools_data and (steps := config.training.local_steps):
             warnings.append(
                 f"training.local_steps: {steps}: pooled data get one site's number of steps a round; "

@@ -246,7 +246,7 @@ def _checked(value: Any, where: str, key: str, depth: int = 0) -> Any:
     Raises ValueError for a forbidden entry, and for one that would make building the model take minutes or gigabytes. The
     server builds the model on the meta device. Tensor sizes cost nothing there, but every layer or expert is a module.
     """
-    if isinstance(value, dict | list):
+    if isinstance(value, dict | list | tuple):
         if len(value) > 1024 or depth > 8:
             raise ValueError(f"{key or 'a map'} of at most 1024 entries, nested 8 deep at most")
         if isinstance(value, dict):
@@ -319,9 +319,10 @@ def _why_records_mix(key: str, value: Any, kind: str) -> tuple[str, str] | None:
     return None
 
 
-def _total(value: list[Any]) -> float:
+def _total(value: list[Any] | tuple[Any, ...]) -> float:
     """Return the sum of the absolute numbers in a list and its nested lists."""
-    return sum(_total(one) if isinstance(one, list) else abs(one) for one in value if isinstance(one, list | int | float))
+    nested = (one for one in value if isinstance(one, list | tuple | int | float))
+    return sum(abs(one) if isinstance(one, int | float) else _total(one) for one in nested)
 
 
 def named_sets(tower: str = "") -> dict[str, TargetSet]:

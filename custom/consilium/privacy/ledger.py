@@ -8,7 +8,7 @@ Every row names the mechanism of its noise. Rows of versions that named none kee
 a seal: the SHA-256 of the previous seal and its own content. An edited row breaks the chain of seals. Missing rows at the end,
 or a missing file, are detected because the record of sent messages (audit_log.py) and the server's results hold the last seal.
 
-composition.py computes the cost of the rows for one record, one patient and the whole site.
+accounting.py computes the cost of the rows for one record, one patient and the whole site.
 """
 
 import getpass

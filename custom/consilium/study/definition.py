@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -39,8 +40,13 @@ def _parse_axis(raw: Any) -> Any:
     if not isinstance(raw, Mapping):
         return raw
     if len(raw) == 1 and isinstance(values := next(iter(raw.values())), list):
-        return {_name_as_text(value): {next(iter(raw)): value} for value in values}
-    return {_name_as_text(name): {} if value is None else value for name, value in raw.items()}
+        pairs = [(_name_as_text(value), {next(iter(raw)): value}) for value in values]
+    else:
+        pairs = [(_name_as_text(name), {} if value is None else value) for name, value in raw.items()]
+    counts = Counter(name for name, _ in pairs)  # 1 and "1" are different keys with the same name
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise ValueError(f"{twice[0]!r} is there twice; keep one, or give it another name")
+    return dict(pairs)
 
 
 def _name_as_text(name: Any) -> str:
@@ -159,6 +165,8 @@ class StudyConfig(Section):
                 f"published: {wrong!r} is an axis of seeds, and published numbers are compared with means over seeds; "
                 "leave it out"
             )
+        if empty := next((row for row in self.published if not any(k not in self.axes and k != "site" for k in row)), None):
+            raise ValueError(f"published: {empty}: has no number; give one, or take the row out")
         for name, value in (pair for row in self.published for pair in row.items()):
             if isinstance(value, str) and name not in {*self.axes, "site"}:
                 raise ValueError(
@@ -346,7 +354,11 @@ class Study:
             values = {
                 field: value for field, value in values.items() if field not in more
             } | more  # a later override replaces an earlier one and moves to the end
-        sites, data = (str(values.pop(name, "")) for name in ("sites", "folder"))
+        given = {name: values.pop(name, "") for name in ("sites", "folder")}
+        for name, value in given.items():
+            if isinstance(value, bool) or not isinstance(value, str | int):
+                raise ConfigError(f"{name}: {value!r}: expected a number or text; see `consilium simulate --help`")
+        sites, data = map(str, given.values())
         counts = self.config.counts
         if "counts" in values:
             counts = validate(CountsConfig, values.pop("counts"), Path("counts"))
@@ -369,7 +381,11 @@ def cell_digest(config: JobConfig, sites: str, data: str) -> str:
 
 
 def _check_published(study: Study, cells: list[Cell]) -> None:
-    """Raise ConfigError for a published number that fits several cells or is no score of its cells, and for such a floor."""
+    """Raise ConfigError for a published number that fits several cells, is given twice, or is no score of its cells.
+
+    Also for a floor of a score that no cell has.
+    """
+    seen: set[tuple[str, str, str]] = set()
 
     def check(where: str, names: Set[str], known: Set[str]) -> None:
         if wrong := sorted(names - known - DIAGNOSED.keys() - {f"{HELD_OUT}{one}" for one in known}):
@@ -388,6 +404,10 @@ def _check_published(study: Study, cells: list[Cell]) -> None:
         places = [{axis: one.labels[axis] for axis in study.config.compared_axes} for one in fitting] or [labels]
         if unsaid := [axis for axis in places[0] if len({one[axis] for one in places}) > 1]:
             raise ConfigError(f"{where}: fits several cells; say {' and '.join(unsaid)} too")
+        numbers = {(labels_text(places[0]), str(row.get("site", "")), name) for name in names}
+        if twice := sorted(name for *_, name in numbers & seen):
+            raise ConfigError(f"{where}: another row has {twice[0]!r} of the same cells; keep one of them")
+        seen |= numbers
 
 
 def fits_choice(labels: Mapping[str, str], when: Choice) -> bool:

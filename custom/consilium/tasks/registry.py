@@ -39,6 +39,10 @@ class TaskConfig(Section):
         The message names field, value and remedy. It is called under record-level privacy.
         """
 
+    def warnings(self) -> tuple[str, ...]:
+        """Return what a person should know about these settings: once per job, not at each site."""
+        return ()
+
 
 @dataclass(frozen=True)
 class Scores:

@@ -253,7 +253,15 @@ def _load_folder(source: Path) -> _Source:
         raise CheckpointError(f"SOURCE: {source}: no such folder or GGUF file; give a GGUF file or a transformers folder")
     refuse_adapter(source)
     config = read_json(source, "config.json")
-    model = build_causal_lm("folder", source, config)
+    try:
+        model = build_causal_lm("folder", source, config)
+    except CheckpointError as error:
+        if config.get("tie_word_embeddings") is False and "lm_head.weight is missing" in str(error):
+            raise CheckpointError(
+                f"SOURCE: {source / 'config.json'}: tie_word_embeddings: false: the weights hold no lm_head.weight; write true "
+                "there, or fetch all parts"
+            ) from None
+        raise
     tokenizer = load_tokenizer("folder", source, config)
     whole = (source / WEIGHTS).exists()
     files = [WEIGHTS] if whole else sorted(set(read_json(source, INDEX)["weight_map"].values()))

@@ -100,11 +100,13 @@ def adapter_folder(path: Path, site: str | None = None, stage: Stage | None = No
     """
     path = cell_folder(path)
     if (path / TENSORS).is_file():
-        problems = {
-            f"--site {shown(site or '')}: {path} is one adapter, not a run; leave the site out": site is not None,
-            f"--stage, --best: {shown(path)} is one adapter, not a run; leave them out": stage is not None or best,
-        }
-        raise_first(problems)
+        if site is not None:
+            raise ConfigError(f"--site {shown(site)}: {path} is one adapter, not a run; leave the site out")
+        if stage is not None or best:
+            card = read_adapter_folder(path)[1]
+            if card.name != f"{stage or card.stage}{BEST if best else ''}":
+                option = f"--stage {stage}" if stage is not None else "--best"
+                raise ConfigError(f"{option}: {shown(path)} is one adapter, {shown(card.name)!r}; leave --stage and --best out")
         return path
     problems = {
         f"{path}: no such folder; give a run's folder, or an adapter folder such as RUN/adapters/global": not path.is_dir(),

@@ -353,9 +353,9 @@ def predict(predictor: Predictor, inputs: list[Input], wanted: OutputOptions, do
     files would be replaced.
     """
     name = predictor.opened.config.task.name
-    texts = name in ("language", "report") or reads_texts(predictor.opened.config)
-    if not texts and name not in ("segmentation", "classification"):
+    if name not in ("segmentation", "classification", "language", "report"):
         raise ConfigError(f"task.name: {name!r}: predict knows segmentation, classification, language and report")
+    texts = name in ("language", "report") or reads_texts(predictor.opened.config)
     apart, clashing = split_clashing(name, inputs, wanted)
     check_files(name, inputs, apart, wanted)
     make_private_folder(wanted.out)

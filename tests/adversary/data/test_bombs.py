@@ -26,6 +26,7 @@ XML: Bombs = {
     "laughs.xml": bombs.xml_laughs,
     "words.xml": bombs.xml_text,
     "elements.xml": bombs.xml_elements,
+    "deep.xml": bombs.xml_deep_regions,
 }
 QUICK: Bombs = {
     "beyond.dcm": bombs.deflated_beyond,
@@ -62,7 +63,6 @@ READ: Bombs = {
     "tags.tif": bombs.tiff_tags,
     "runs.bmp": bombs.bmp_runs,
     "lines.xml": bombs.xml_lines,
-    "deep.xml": bombs.xml_deep_regions,
 }
 """Those whose picture is within bounds, and read as such: what is behind it, or around it, is left."""
 LONG: Bombs = {

@@ -181,6 +181,8 @@ def test_the_blocks_of_all_stages_together_have_a_bound(key: str) -> None:
     for many in ([1024] * 1024, [1, 3, 17, 1004], [[1000], [25]]):
         with pytest.raises(ValueError, match=rf"{key} of at most 1024 in all"):
             architecture.check_and_clean_config({"model_type": "regnet", key: many})
+    with pytest.raises(ValueError, match="of at most"):
+        architecture.check_and_clean_config({"model_type": "regnet", key: tuple(many)})
 
 
 def test_modules_that_nobody_holds_yet_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,12 @@ GIVE = "give the publisher's file"
 UNREADABLE = ("cannot be read as a picture", "replace it")
 MOST_XML = 2**24
 """Bytes of an XML file. MoNuSeg's largest have a few MB."""
+MOST_PAGE = 2**22
+"""Bytes of an XML file with texts. MedQuAD's files are one web page each, of at most a few hundred kB."""
 MOST_NODES = 2**21
 """Elements and attributes of an XML file. Each may take up to 400 bytes of memory although it has only 4 bytes in the file."""
+DEEPEST = 64
+"""Elements of an XML file within each other. An element's text is that of all below it, so time grows with the depth."""
 PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 
 
@@ -198,27 +202,32 @@ def csv_rows_if_complete(path: Path, *columns: str) -> list[dict[str, str]]:
 
 
 class _BoundedBuilder(ElementTree.TreeBuilder):
-    """Build a tree of at most MOST_NODES, without a document type."""
+    """Build a tree of at most MOST_NODES and DEEPEST, without a document type."""
 
-    nodes = 0
+    nodes = depth = 0
 
     def doctype(self, name: str, pubid: str | None, system: str | None) -> None:
         raise ValueError("it declares a document type, whose entities can expand to gigabytes")
 
     def start(self, tag: str, attrs: dict[str, str], /) -> ElementTree.Element:  # type: ignore[override]
-        self.nodes += 1 + len(attrs)
+        self.nodes, self.depth = self.nodes + 1 + len(attrs), self.depth + 1
         if self.nodes > MOST_NODES:
             raise ValueError(f"it has over {MOST_NODES:,} elements and attributes")
+        if self.depth > DEEPEST:
+            raise ValueError(f"its elements are nested over {DEEPEST} deep")
         return super().start(tag, attrs)
 
+    def end(self, tag: str, /) -> ElementTree.Element:
+        self.depth -= 1
+        return super().end(tag)
 
-def read_xml(path: Path, expected: str) -> ElementTree.Element:
+
+def read_xml(path: Path, expected: str, most: int = MOST_XML) -> ElementTree.Element:
     """Return the root of an XML file. `expected`: what the file should hold, for the message.
 
-    Elements may be nested deeply, so search them by paths: a search below each element could take hours. Raises DataError for a
-    damaged file, a document type, and beyond MOST_XML and MOST_NODES.
+    Raises DataError for a damaged file, a document type, and beyond `most` bytes, MOST_NODES and DEEPEST.
     """
-    check_file(path, GIVE, MOST_XML)
+    check_file(path, GIVE, most)
     try:
         return ElementTree.parse(path, ElementTree.XMLParser(target=_BoundedBuilder())).getroot()
     except (OSError, ValueError, LookupError, ElementTree.ParseError) as error:  # LookupError: an unknown encoding

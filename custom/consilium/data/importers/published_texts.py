@@ -19,6 +19,7 @@ from consilium.core.grouping import group_by_key
 from consilium.data.folders import slug
 from consilium.data.importers.base import (
     GIVE,
+    MOST_PAGE,
     Importer,
     ImportResult,
     Options,
@@ -58,7 +59,7 @@ class TextSet:
     --size, one of `sizes`; a last name "" means that the file may be missing. `fields`: keys and types of a record. `labels`:
     the labels are in NAME-labels.lst beside NAME.jsonl. `columns`: the columns of a CSV file without headings, which is named
     SUBJECT_PART.csv. `is_lines`: a .json file has a record per line. `merges_references`: test records of one group become one,
-    with all their outputs. `test_ids`: a file whose keys are the groups of the test split; it may be missing. `unanswered`:
+    with all their outputs. `test_ids`: a file with the answers of the test split by group; it may be missing. `unanswered`:
     what the records that are left out lack, for a note.
     """
 
@@ -94,9 +95,15 @@ class TextSet:
         if left:
             notes.append(f"{left} records without {self.unanswered} are left out")
         if self.test_ids and (truth := find_file(source, [self.test_ids])):
-            tests = set(parse_json(str(truth), read_text(truth, GIVE), GIVE))
-            if unknown := sorted(tests - {one.group for one in lines}):
-                raise DataError(f"{truth}: there is no record {unknown[0]}; give both files of one release")
+            tests, known = parse_json(str(truth), read_text(truth, GIVE), GIVE), {one.group: one.record for one in lines}
+            if not isinstance(tests, dict):
+                raise DataError(f"{truth}: expected a map of answers by record; found a {type(tests).__name__}; {GIVE}")
+            for group, answer in tests.items():
+                if group not in known or known[group]["output"] != answer:
+                    raise DataError(
+                        f"{truth}: expected the answer of record {group} in the other file; found {repr(answer)[:40]}; give "
+                        "both files of one release"
+                    )
             lines = [replace(one, split="test") if one.group in tests else one for one in lines]
         elif self.test_ids:
             notes.append(f"there is no {self.test_ids}: the test split is not the publisher's")
@@ -211,6 +218,8 @@ def _choice(
     if odd := [option for option in found if not isinstance(option, str)]:
         raise DataError(f"{where}: expected options that are texts; found {repr(odd[0])[:60]}; {GIVE}")
     letters = list("ABCDEFGHIJKLMNOPQRSTUVWXYZ"[: len(found)])
+    if not 2 <= len(found) == len(letters):
+        raise DataError(f"{where}: expected 2 to 26 options; found {len(found)}; {GIVE}")
     known = letters if first is None else [str(first + index) for index in range(len(found))]
     answer = str(raw[key]).strip() if key else label
     if answer not in known:
@@ -281,7 +290,7 @@ def read_medquad(source: Path, options: Options) -> ImportResult:
     for path in find_files(source, [".xml"]):
         if not (found := re.fullmatch(r"\d+_(.+?)_QA(_XML)?", path.parent.name, re.IGNORECASE)):
             continue
-        root = read_xml(path, "XML of QAPairs")
+        root = read_xml(path, "XML of QAPairs", MOST_PAGE)
         site, focus = slug(found[1]), _element_text(root.find("Focus"))
         for pair in root.iterfind("QAPairs/QAPair"):
             question = pair.find("Question")

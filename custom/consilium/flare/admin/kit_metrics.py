@@ -108,7 +108,7 @@ def _server_samples(kit: Path, state: Path) -> Iterator[Sample]:
 
 
 def _heartbeat_samples(name: str, one: dict[str, Any]) -> Iterator[Sample]:
-    """Yield the facts of a site's last heartbeat, and its health facts (see health.py) if it is connected."""
+    """Yield the facts of a site's last heartbeat, and its health facts (see heartbeat_client.py) if it is connected."""
     of, health = {"site": name}, one.get("health", {}) if one.get("here") else {}
     if one.get("cause"):
         yield Sample("refused", 1, of | {"cause": one["cause"]})

@@ -19,7 +19,7 @@ LEARNING = ("task.augment", "task.balance", "task.learn", "data.most_training", 
 READ = ("task.", "data.", CHECKPOINT, "privacy.unit", "privacy.per_patient")
 """Fields that decide which files and which samples a site reads."""
 KINDS = ("strategy.name", "model.name", "adapter.kind", "task.name", "privacy.unit")
-"""Fields whose value names a method without the field's name."""
+"""Fields on which it depends which other fields their section has. Their value names a method without the field's name."""
 UNNAMED = ("name", "experiment", "training.seed", "training.validate.every", "training.validate.stages",
            "training.validate.full", CHECKPOINT, "statistics", "federation.min_sites", "federation.round_timeout",
            "federation.straggler_grace_seconds")  # fmt: skip
@@ -213,9 +213,8 @@ def method_labels(runs: Sequence[RunRecord], unnamed: Iterable[str] = ()) -> dic
     """Return the method of each run, by the run's name.
 
     The method of a study's cell is named by its labels, except those on the axes `unnamed`. The method of any other run is
-    named by its strategy and by the settings in which the runs that have them differ. Frozen weights are named by their digest,
-    in whichever folder the file is. If a run's server state is lost, the digest is taken from another run with the same
-    checkpoint.
+    named by its strategy and by the settings in which the runs differ. Frozen weights are named by their digest, in whichever
+    folder the file is. If a run's server state is lost, the digest is taken from another run with the same checkpoint.
     """
     bases: dict[str, str] = {}
     for run in (run for run in runs if run.base):
@@ -226,12 +225,17 @@ def method_labels(runs: Sequence[RunRecord], unnamed: Iterable[str] = ()) -> dic
         base = run.base or next((o.base for o in runs if o.base and path and o.settings.get(CHECKPOINT) == path), "")
         fields[run.name] = {k: v for k, v in run.settings.items() if not k.startswith(UNNAMED) and k not in compared}
         fields[run.name][CHECKPOINT] = bases.get(base)
-    texts: dict[str, set[str]] = {}
-    for key, value in (pair for own in fields.values() for pair in own.items()):
-        texts.setdefault(key, set()).add(_text(value))
+    kinds = {run.name: {k.partition(".")[0]: run.settings.get(k) for k in KINDS} for run in runs}
+
+    def varies(key: str, run: RunRecord) -> bool:
+        """Tell whether a field differs among the runs with the same kind of section, or a kind among all runs."""
+        section = key.partition(".")[0]
+        alike = [o for o in runs if key in KINDS or kinds[o.name].get(section) == kinds[run.name].get(section)]
+        return len({_text(fields[o.name].get(key)) for o in alike}) > 1  # a missing optional section counts as None
+
     found = {}
     for run in runs:
-        shown = [key for key in fields[run.name] if len(texts[key]) > 1]
+        shown = [key for key in fields[run.name] if varies(key, run)]
         last = [k.rpartition(".")[2] for k in shown]
         parts = [str(run.settings["strategy.name"])]
         for key, word in zip(shown, last, strict=True):

@@ -86,7 +86,7 @@ def cost_table(group: Group) -> Table:
         "sites; MiB: tensors up and down in training, all sites, with the parameters that each site receives when it joins, "
         "even if none are shared; seconds: the sites' training, summed; epsilon: none is not private": True,
         "the methods do not all train the same set of parameters": len(sets) > 1,
-        **dict.fromkeys(unequal_steps(group), True),
+        **dict.fromkeys([*unequal_steps(group), *_fewer_pooled_samples_lines(group)], True),
         f"{MARK} without runs that have not all of it on record": any(c.endswith(MARK) for row in rows for c in row[1:]),
         **dict.fromkeys(early[:MOST_LISTED], True),
         f"and {len(early) - MOST_LISTED} more that ended early": len(early) > MOST_LISTED,
@@ -102,7 +102,8 @@ def steps_of(runs: Sequence[RunRecord]) -> list[float | None]:
 def unequal_steps(group: Group) -> list[str]:
     """Return [] if all methods make equally many steps at a site, else a line with their steps, and one with the remedy.
 
-    Runs on pooled data are left out, because they have no sites. There is no remedy for runs that ended early.
+    Runs on pooled data are left out, because `_fewer_pooled_samples_lines` compares them. There is no remedy for runs that
+    ended early.
     """
     runs = {m: group.runs_of(m) for m in group.methods if group.runs_of(m) and not group.runs_of(m)[0].is_pooled}
     made = {m: n for m, some in runs.items() if (n := mean([one for one in steps_of(some) if one is not None]))}
@@ -115,6 +116,27 @@ def unequal_steps(group: Group) -> list[str]:
     return [f"the methods do not make the same number of steps at a site: {said}"] + (
         [f"for equal steps set training.rounds: {remedy}"] if remedy else []
     )
+
+
+def _fewer_pooled_samples_lines(group: Group) -> list[str]:
+    """Return a line per method on pooled data that sees fewer samples per round than all sites of another method together."""
+    pooled, apart = dict[str, tuple[float, str]](), [(0.0, "")]
+    for method in group.methods:
+        for run in group.runs_of(method)[:1]:
+            steps, batch = float(run.config.training.local_steps or 0), run.config.training.batch_size
+            steps *= 1 if run.is_pooled else len(run.sites) * run.config.federation.fraction_train
+            seen = (steps * batch, f"{steps:.0f} steps of batch {batch}")  # 0 samples are unknown: a job without local_steps
+            if run.is_pooled:
+                pooled[method] = seen
+            else:
+                apart.append(seen)
+    most, said = max(apart)
+    what = "no upper bound; set training.local_steps to the sites' sum"
+    return [
+        f"{method}: pooled data train {own} a round, the sites together {said}: {what}"
+        for method, (seen, own) in pooled.items()
+        if 0 < seen < most
+    ]
 
 
 def _known_mean_text(values: Sequence[float | None], digits: int) -> str:

@@ -124,6 +124,12 @@ class LanguageConfig(TaskConfig):
                 "privacy.unit record"
             )
 
+    def warnings(self) -> tuple[str, ...]:
+        """See TaskConfig."""
+        if not self.labels or self.evaluate in ("label", "options"):
+            return ()
+        return (f"task.labels is not read where task.evaluate is {self.evaluate}; use options or label to score by it",)
+
     @field_validator("labels")
     @classmethod
     def _check_distinct(cls, value: tuple[str, ...]) -> tuple[str, ...]:
