@@ -240,7 +240,11 @@ def test_first_look_at_the_examples_kit_needs_no_gpu(tmp_path: Path, monkeypatch
 
 def test_connection_settings_are_checked(kit: Path) -> None:
     found = {one.check: one for one in examine(kit)}["settings"]
+    assert (found.ok, found.advice) == (True, "")
+    (kit / "comm_config.json").write_text('{"max_message_size": 1}')
+    found = {one.check: one for one in examine(kit)}["settings"]
     assert found.ok
+    assert "49 sites at a server at most" in found.advice
     (kit / "comm_config.json").write_text("{")
     assert "not valid JSON" in problems(kit)["settings"]
 
@@ -366,8 +370,8 @@ def test_a_port_that_needs_more_rights_is_a_problem(made: Path, tmp_path: Path, 
 
     monkeypatch.setattr(doctor, "socket", SimpleNamespace(**vars(socket) | {"socket": Refusing}))
     told = problems(kit)["port"]
-    assert told.startswith("PROBLEM  port: 443: Permission denied; ")
-    assert "another `port` over 1023 in sites.yml" in told
+    assert told.startswith("PROBLEM  port: 443: this user may not listen there; run it as a service with CAP_NET_BIND_SERVICE")
+    assert "a `port` over 1023 in sites.yml" in told
 
 
 def test_a_servers_port_is_free_before_it_runs(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
