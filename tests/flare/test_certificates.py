@@ -1,5 +1,6 @@
 """Certificates that end: who warns when; kits that are renewed in place; what is not a renewal; revoked names at the server."""
 
+import errno
 import json
 import shutil
 import socketserver
@@ -33,7 +34,7 @@ from consilium.client.machine_check import run_check
 from consilium.core.errors import ConfigError
 from consilium.federation.run_folders import STATE
 from consilium.flare.admin.session import connect
-from consilium.flare.kit import heartbeat_client, revocation
+from consilium.flare.kit import heartbeat_client, revocation, revocation_check
 from consilium.flare.kit.certificates import (
     NO_PROXIES,
     PROXIES,

@@ -218,6 +218,40 @@ def test_a_renewed_kit_travels_locked_and_stays_so(made: Path, kit: Path, tmp_pa
     key_lock.lock(kit)
 
 
+def test_lock_names_the_former_key_of_a_kit_that_was_open_at_its_update(
+    made: Path, kit: Path, tmp_path: Path, memory: Path
+) -> None:
+    """It may be the only one: the former keys.locked is gone."""
+    key_lock.lock(kit, PASSPHRASE)
+    former = key_lock.unlock(kit, PASSPHRASE)
+    time.sleep(1.1)  # certificates end at whole seconds, and a renewed one ends later
+    new = Path(shutil.copytree(renew(made.parents[1] / "sites.yml", made.parents[1], ["clinic"]) / "clinic", tmp_path / "new"))
+    key_lock.lock(new, PASSPHRASE + " new")
+    renewed = key_lock.unlock(new, PASSPHRASE + " new")
+    update_kit(kit, new)
+    assert key_lock.lock(kit) == [former / "client.key"]
+    assert not renewed.exists()
+    assert not list((kit / "startup").glob("*.key"))
+    key_lock.unlock(kit, PASSPHRASE + " new", for_good=True)
+    assert is_as_signed(kit / "startup")
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_a_kit_with_a_relative_path_is_opened_and_locked_without_a_folder_in_memory(
+    linked: bool, kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_lock, "IN_MEMORY", ())
+    monkeypatch.chdir(kit.parent)
+    relative, before = Path(kit.name), (kit / "startup/client.key").read_bytes()
+    key_lock.lock(relative, PASSPHRASE)
+    opened = key_lock.unlock(relative, PASSPHRASE)
+    assert (kit / "startup/client.key").read_bytes() == before
+    if not linked:  # as after a crash before the link
+        (kit / "startup/client.key").unlink()
+    assert key_lock.lock(relative) == []
+    assert not opened.exists()
+
+
 def test_a_key_that_others_can_read_is_a_problem(kit: Path) -> None:
     (kit / "startup/client.key").chmod(0o644)
     found = {one.check: one for one in examine(kit)}["key"]
