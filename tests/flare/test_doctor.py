@@ -323,7 +323,9 @@ def test_a_servers_state_is_private_writable_and_lasting(made: Path, tmp_path: P
         return {one.check: one for one in examine(kit)}["state"]
 
     change("resources.json", lambda r: r["components"][1]["args"].update(uri_root=str(tmp_path / "state" / "jobs")))(kit)
-    assert "is made at the start" in found().found or "temporary" in found().found
+    with monkeypatch.context() as patched:
+        patched.setattr(doctor, "TEMPORARY", ())
+        assert found().line() == f"ok       state: {tmp_path / 'state'}: is made at the start, for this user only"
     (tmp_path / "state").mkdir()
     (tmp_path / "state").chmod(0o750)
     assert found().line().startswith("PROBLEM  state: ")
