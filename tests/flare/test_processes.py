@@ -168,6 +168,9 @@ def test_a_change_in_a_copy_changes_no_kit_whose_folders_are_links(kit: Path, tm
         assert path.resolve().is_relative_to(copied)
     (copied / "local/site.yaml").write_text("")
     assert (tmp_path / "site.yaml").read_text() == before
+    (tmp_path / "site.yaml").unlink()
+    with pytest.raises(ConfigError, match=r"local/site\.yaml: cannot be copied \(.*No such file"):
+        deploy_prepare.copy_without_run_files(kit, tmp_path / "second")
 
 
 def test_a_copy_has_only_what_a_fresh_kit_has(kit: Path, tmp_path: Path) -> None:

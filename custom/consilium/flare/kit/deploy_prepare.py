@@ -92,7 +92,11 @@ def copy_without_run_files(kit: Path, target: Path) -> Path:
 
     target.mkdir(mode=0o700)
     for folder in FOLDERS:  # each may be a link to a folder
-        shutil.copytree(kit / folder, target / folder, symlinks=folder != "local", ignore=left_out)
+        try:
+            shutil.copytree(kit / folder, target / folder, symlinks=folder != "local", ignore=left_out)
+        except shutil.Error as error:  # such as a link to a file that is gone
+            path, _, reason = error.args[0][0]
+            raise ConfigError(f"{path}: cannot be copied ({reason}); restore it, or delete it") from None
     for name in FILES:
         if os.path.lexists(kit / name):
             shutil.copy2(kit / name, target / name, follow_symlinks=False)
