@@ -1,5 +1,7 @@
 """`consilium poc` before anything starts: what it refuses, its folder, its port, and its messages. No federation runs."""
 
+import errno
+import os
 import shutil
 import socket
 import subprocess
@@ -42,13 +44,38 @@ def test_damaged_job_folder_is_refused_before_anything_is_made(
     assert not (tmp_path / "w").exists()
 
 
-def test_existing_folder_is_refused(
+def test_commands_of_the_same_second_have_folders_of_their_own(
+    tmp_path: Path, made: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(poc.time, "strftime", lambda form: "poc-20260101-120000")
+    for _ in range(3):
+        assert run(monkeypatch, "poc", "--keep") == 130
+    assert [one.name for one in made] == ["poc-20260101-120000", "poc-20260101-120000-2", "poc-20260101-120000-3"]
+    assert all(one.is_dir() and one.stat().st_mode & 0o077 == 0 for one in made)
+
+
+def test_folder_made_by_another_command_in_the_same_moment_is_refused(
     tmp_path: Path, made: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "w").mkdir()
+    monkeypatch.setattr(Path, "exists", lambda path: False)
     assert run(monkeypatch, "poc", "--keep", "--workspace", tmp_path / "w") == 2
     assert capsys.readouterr().err == f"--workspace: {tmp_path / 'w'}: exists; give a new folder\n"
     assert not made
+
+
+@pytest.mark.parametrize("filename", [None, "w/kits/project.yml"])
+def test_full_disk_names_the_file_and_a_command_that_works(
+    filename: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), filename)
+
+    monkeypatch.setattr(poc, "LocalFederation", full)
+    assert run(monkeypatch, "poc", "--keep", "--workspace", tmp_path / "w") == 1
+    why = "No space left on device; make room; start it anew, with another --workspace if you give one"
+    assert capsys.readouterr().err == f"{filename or tmp_path / 'w'}: {why}\n"
 
 
 def test_long_site_name_is_refused_before_anything_is_made(
@@ -59,7 +86,7 @@ def test_long_site_name_is_refused_before_anything_is_made(
         folder = tmp_path / str(length)
         assert run(monkeypatch, "poc", "--keep", "--sites", f"{'s' * length},b", "--workspace", folder) == code
         assert ("use at most 64 letters" in capsys.readouterr().err) == (code == 2)
-        assert (folder in made) == (code == 130)
+        assert folder.exists() == (code == 130)
     person = {"name": "lead@hub.example", "org": "hub", "role": "lead"}
     server = {"name": "localhost", "org": "hub", "state": "/srv/consilium"}
     for field, raw in {

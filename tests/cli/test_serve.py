@@ -297,7 +297,8 @@ def test_large_record_is_not_shown_as_altered(
     assert row(page, "ward-7", "site")
     assert kit_pages.TOO_LARGE in detail
     assert 'href="evidence/secret"' in page
-    (tmp_path / "it.zip").write_bytes(kit_pages.make_evidence(kit, "secret"))
+    with kit_pages.open_evidence(kit, "secret") as archive:
+        (tmp_path / "it.zip").write_bytes(archive.read())
     assert verify(tmp_path / "it.zip", root_fingerprint(kit))["record"] is None
     assert run(monkeypatch, "audit", kit) == 0
     assert "runs/secret/" in capsys.readouterr().out
@@ -766,12 +767,18 @@ def test_archive_is_private_outside_the_kit_and_deleted(
     def watched(kit: Path, name: str, files: Any, path: Path) -> None:
         make(kit, name, files, path)
         seen.append((path.is_relative_to(kit), path.parent.stat().st_mode & 0o777, path.stat().st_mode & 0o777))
+        with open(path, "ab") as file:
+            file.write(b"x" * 2**26)  # more than the buffers of a connection hold
 
     monkeypatch.setattr(kit_pages, "pack", watched)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert site.ask(f"{site.root}evidence/secret")[0] == 200
-    assert list(tmp_path.iterdir()) == []
-    assert seen == [(False, 0o700, 0o600)]
+    with socket.create_connection((HOST, site.port), timeout=60) as link:  # leaves in the middle of the download
+        words = f"GET {site.root}evidence/secret HTTP/1.1\r\nHost: {HOST}:{site.port}\r\nCookie: {site.cookie}\r\n\r\n"
+        link.sendall(words.encode())
+        assert link.recv(100).startswith(b"HTTP/1.1 200")
+        assert list(tmp_path.iterdir()) == []  # the open file has no name any more, so nothing is left however the command ends
+    assert seen == [(False, 0o700, 0o600)] * 2
 
 
 # the command -----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Certificates that end: who warns when; kits that are renewed in place; what is not a renewal; revoked names at the server."""
 
+import errno
 import json
 import shutil
 import socketserver
@@ -33,7 +34,7 @@ from consilium.client.machine_check import run_check
 from consilium.core.errors import ConfigError
 from consilium.federation.run_folders import STATE
 from consilium.flare.admin.session import connect
-from consilium.flare.kit import heartbeat_client, revocation
+from consilium.flare.kit import heartbeat_client, revocation, revocation_check
 from consilium.flare.kit.certificates import (
     NO_PROXIES,
     PROXIES,
@@ -409,7 +410,7 @@ def test_revocation_refuses_earlier_tokens(server: Path, kit: Path, new: Path) -
     assert not manager.clients
 
 
-def test_renewed_site_stays_after_restart(server: Path, kit: Path, new: Path) -> None:
+def test_renewed_site_stays_after_restart(server: Path, kit: Path, new: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started(server)
     context, cut = FLContext(), opened(kit).not_valid_before_utc.timestamp()
     (server / "local" / revocation.FILE).write_text(json.dumps({"clinic": {"until": cut}}))
@@ -436,6 +437,12 @@ def test_renewed_site_stays_after_restart(server: Path, kit: Path, new: Path) ->
         refused = FLContext()
         assert restarted.heartbeat("new token", "clinic", "clinic", refused) is False
         assert REFUSED in refused.get_prop(FLContextKey.UNAUTHENTICATED), check
+    before = (server / STATE / READMITTED).read_text()
+    with monkeypatch.context() as patched:
+        patched.setattr(revocation_check, "read_json", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+        check = started(server)
+        check._store_readmission("other", cut, "a token")
+    assert (server / STATE / READMITTED).read_text() == before
     for damage in ("{", "[]", '{"clinic": 1}'):
         (server / STATE / READMITTED).write_text(damage)
         assert restarted.heartbeat("new token", "clinic", "clinic", FLContext()) is False

@@ -161,6 +161,14 @@ def test_text_of_a_job_neither_fakes_nor_hides_a_row(text: str, width: int, kit:
     assert " ".join(" ".join(lines).split()).count("sam tiny; segmentation; adapter lora; checkpoint") == 1
 
 
+def test_wide_characters_and_rows_without_a_text_are_shown(kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = "\u5168\u56fd/\u30e2\u30c7\u30eb.pth"
+    found = reviewed(kit, tmp_path, job(model=job().model_dump()["model"] | {"checkpoint": path}), "datasets: {}")
+    assert path in " ".join(found.lines())
+    monkeypatch.setattr(Review, "_rows", lambda review: iter([("data", ""), ("digest", "1")]))
+    assert [line.split() for line in found.lines()] == [["data"], ["digest", "1"]]
+
+
 def test_author_of_a_folder_names_no_submitter(kit: Path, tmp_path: Path) -> None:
     """The meta.json of a job from the server counts, and that of a folder that came by another way does not."""
     app = received(kit, tmp_path, job())

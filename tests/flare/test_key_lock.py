@@ -218,6 +218,40 @@ def test_a_renewed_kit_travels_locked_and_stays_so(made: Path, kit: Path, tmp_pa
     key_lock.lock(kit)
 
 
+def test_lock_names_the_former_key_of_a_kit_that_was_open_at_its_update(
+    made: Path, kit: Path, tmp_path: Path, memory: Path
+) -> None:
+    """It may be the only one: the former keys.locked is gone."""
+    key_lock.lock(kit, PASSPHRASE)
+    former = key_lock.unlock(kit, PASSPHRASE)
+    time.sleep(1.1)  # certificates end at whole seconds, and a renewed one ends later
+    new = Path(shutil.copytree(renew(made.parents[1] / "sites.yml", made.parents[1], ["clinic"]) / "clinic", tmp_path / "new"))
+    key_lock.lock(new, PASSPHRASE + " new")
+    renewed = key_lock.unlock(new, PASSPHRASE + " new")
+    update_kit(kit, new)
+    assert key_lock.lock(kit) == [former / "client.key"]
+    assert not renewed.exists()
+    assert not list((kit / "startup").glob("*.key"))
+    key_lock.unlock(kit, PASSPHRASE + " new", for_good=True)
+    assert is_as_signed(kit / "startup")
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_a_kit_with_a_relative_path_is_opened_and_locked_without_a_folder_in_memory(
+    linked: bool, kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_lock, "IN_MEMORY", ())
+    monkeypatch.chdir(kit.parent)
+    relative, before = Path(kit.name), (kit / "startup/client.key").read_bytes()
+    key_lock.lock(relative, PASSPHRASE)
+    opened = key_lock.unlock(relative, PASSPHRASE)
+    assert (kit / "startup/client.key").read_bytes() == before
+    if not linked:  # as after a crash before the link
+        (kit / "startup/client.key").unlink()
+    assert key_lock.lock(relative) == []
+    assert not opened.exists()
+
+
 def test_a_key_that_others_can_read_is_a_problem(kit: Path) -> None:
     (kit / "startup/client.key").chmod(0o644)
     found = {one.check: one for one in examine(kit)}["key"]
@@ -253,14 +287,14 @@ def test_an_interrupted_lock_is_a_problem_and_is_ended_by_the_next(
     key = kit / "startup/client.key"
     before = key.read_bytes()
 
-    def stop(path: Path, data: bytes) -> None:
-        path.write_bytes(data)
+    def stop(path: Path) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(key_lock, "write_atomic", stop)
+        patched.setattr(key_lock, "_remove_key", stop)
         with pytest.raises(KeyboardInterrupt):
             key_lock.lock(kit, PASSPHRASE)
+    (kit / "startup/.client.key.7").write_bytes(before[:99])  # of an unlock for good that was killed
     found = {one.check: one for one in examine(kit)}["key"]
     assert "in clear" in found.found
     assert f"consilium lock {kit}" in found.remedy
@@ -324,7 +358,7 @@ def test_lock_refuses_if_the_locked_file_has_changed_since_unlock(
     move, lock = command_in(told.err)
     subprocess.run(move, check=True)
     assert run(monkeypatch, *lock[1:]) == 2  # there is no terminal
-    assert "New passphrase: nobody to ask" in capsys.readouterr().err
+    assert f"{kit / LOCKED} is gone; new passphrase: nobody to ask" in capsys.readouterr().err
     assert key.read_bytes() == before
     assert run(monkeypatch, *lock[1:], "--passphrase-file", file) == 0
     assert not key.is_symlink()
@@ -341,7 +375,7 @@ def test_lock_with_a_lost_locked_file_needs_a_new_passphrase(
     key_lock.unlock(kit, PASSPHRASE)
     (kit / LOCKED).unlink()
     assert run(monkeypatch, "lock", kit) == 2
-    assert "New passphrase: nobody to ask; give --passphrase-file" in capsys.readouterr().err
+    assert f"{kit / LOCKED} is gone; new passphrase: nobody to ask; give --passphrase-file" in capsys.readouterr().err
     assert key.read_bytes() == before
     assert run(monkeypatch, "lock", kit, "--passphrase-file", file) == 0
     key_lock.unlock(kit, PASSPHRASE, for_good=True)
@@ -376,49 +410,78 @@ def test_failed_unlock_leaves_no_key(
     assert (kit / "startup/client.key").read_bytes() == before
 
 
-def test_lock_removes_keys_in_memory_without_links_of_this_kit_only(
-    kit: Path, made: Path, tmp_path: Path, memory: Path
-) -> None:
+def test_lock_removes_keys_in_memory_without_links_of_this_kit_only(kit: Path, tmp_path: Path, memory: Path) -> None:
     key_lock.lock(kit, PASSPHRASE)
-    other = Path(shutil.copytree(made / "a@hub.example", tmp_path / "other", symlinks=True))
-    key_lock.lock(other, PASSPHRASE)
+    other = Path(shutil.copytree(kit, tmp_path / "other", symlinks=True))
     kept = {key_lock.unlock(other, PASSPHRASE)}
-    for _ in range(2):
-        key_lock.unlock(kit, PASSPHRASE)
-        (kit / "startup/client.key").unlink()  # as after a crash before the link
+    (other / "startup/client.key").unlink()
+    key_lock.unlock(kit, PASSPHRASE)
+    (kit / "startup/client.key").unlink()  # as after a crash before the link
+    key_lock.unlock(kit, PASSPHRASE)
     (memory / "consilium-keys-link").symlink_to(tmp_path / "other")
     kept.add(memory / "consilium-keys-link")
-    assert len(list(memory.iterdir())) == len(kept) + 1
-    key_lock.lock(kit)
+    if os.geteuid() == 0:
+        foreign = Path(shutil.copytree(next(memory.glob("*/client.key")).parent, memory / "consilium-keys-foreign"))
+        (foreign / key_lock.OPENED).write_text(json.dumps({"kit": str(kit), "sha256": ""}))
+        os.chown(foreign, OTHER_USER, OTHER_USER)
+        kept.add(foreign)
+    assert len(list(memory.iterdir())) == len(kept) + 2
+    assert key_lock.lock(kit) == []
     assert set(memory.iterdir()) == kept
     assert (other / "startup").is_dir()
 
 
-@pytest.mark.parametrize("name", ["local/sub/notes.txt", "my-key.pem", "startup/client.key.bak", "startup/.client.key.7"])
-def test_lock_refuses_other_private_keys_in_clear(name: str, kit: Path) -> None:
+def test_lock_keeps_and_names_keys_in_memory_of_another_locked_file(
+    kit: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They may be the only ones."""
+    key_lock.lock(kit, PASSPHRASE)
+    folder = key_lock.unlock(kit, PASSPHRASE)
+    (kit / "startup/client.key").unlink()
+    os.truncate(kit / LOCKED, 1000)
+    assert run(monkeypatch, "lock", kit) == 0
+    told = capsys.readouterr().err
+    assert told == f"warning: private keys in clear stay: {folder}/client.key; move them to a safe place, or delete them\n"
+    assert (folder / "client.key").is_file()
+
+
+def test_lock_names_private_keys_that_stay_in_clear(
+    kit: Path, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     key = kit / "startup/client.key"
-    (kit / name).parent.mkdir(exist_ok=True)
-    (kit / name).write_bytes(b"# my key\n" + key.read_bytes())
+    (tmp_path / "safe").write_bytes(key.read_bytes())
+    copies = [kit / "local/sub/notes.txt", kit / "my-key.pem", kit / "startup/client.key.bak", tmp_path / "safe"]
+    copies[0].parent.mkdir()
+    for copy in copies:
+        copy.write_bytes(b"# my key\n" + key.read_bytes())
     (kit / "local/public.pem").write_text("-----BEGIN PUBLIC KEY-----\n")
     (kit / "local/locked.pem").write_text("-----BEGIN ENCRYPTED PRIVATE KEY-----\n")
     os.mkfifo(kit / "local/pipe")
-    with pytest.raises(ConfigError, match=f"{name}: a private key in clear; move it out of the kit, or delete it"):
-        key_lock.lock(kit, PASSPHRASE)
-    assert key.is_file()
-    (kit / name).unlink()
-    key_lock.lock(kit, PASSPHRASE)
+    key.unlink()
+    key.symlink_to(tmp_path / "safe")
+    assert run(monkeypatch, "lock", kit, "--passphrase-file", file) == 0
+    told = capsys.readouterr()
+    assert "its keys are locked" in told.out
+    listed = ", ".join(map(str, copies))
+    assert told.err == f"warning: private keys in clear stay: {listed}; move them to a safe place, or delete them\n"
+    assert all(copy.is_file() for copy in copies)
+    for copy in copies:
+        copy.unlink()
+    assert run(monkeypatch, "lock", kit) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_a_passphrase_file_that_others_can_read_is_a_warning(
     kit: Path, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file.chmod(0o644)
+    file.chmod(0o640)
     assert run(monkeypatch, "lock", kit, "--passphrase-file", file) == 0
     told = capsys.readouterr().err
-    assert told == f"warning: {file}: mode 644: others can read the passphrase; run `chmod 600 {file}`\n"
-    file.chmod(0o640)  # systemd's: an access list shows as the group's rights
+    assert told == f"warning: {file}: mode 640: others can read the passphrase; run `chmod 600 {file}`\n"
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(file.parent))  # systemd's; an access list shows as the group's rights
     assert run(monkeypatch, "unlock", kit, "--passphrase-file", file) == 0
     assert capsys.readouterr().err == ""
+    monkeypatch.delenv("CREDENTIALS_DIRECTORY")
     key_lock.lock(kit)
     subprocess.run(command_in(told)[0], check=True)
     assert run(monkeypatch, "unlock", kit, "--passphrase-file", file) == 0
@@ -464,7 +527,7 @@ def test_the_command_for_root_unlocks_the_kit_for_its_owner(made: Path, public: 
     assert (key.read_bytes(), key.resolve().stat().st_uid) == (before, OTHER_USER)
     opened = key.resolve().parent
     key.unlink()  # root finds the folder of the kit's owner all the same
-    key_lock.lock(kit)
+    assert key_lock.lock(kit) == []
     assert not opened.exists()
 
 

@@ -156,6 +156,23 @@ def test_pid_files_and_others_commands_are_no_sign_of_a_running_kit(kit: Path) -
             processes.check_stopped(kit)
 
 
+def test_a_change_in_a_copy_changes_no_kit_whose_folders_are_links(kit: Path, tmp_path: Path) -> None:
+    for name in ("local", "startup"):
+        (kit / name).rename(tmp_path / name)
+        (kit / name).symlink_to(tmp_path / name)
+    (tmp_path / "local/site.yaml").rename(tmp_path / "site.yaml")
+    (kit / "local/site.yaml").symlink_to(tmp_path / "site.yaml")
+    before = (tmp_path / "site.yaml").read_text()
+    copied = deploy_prepare.copy_without_run_files(kit, tmp_path / "copy")
+    for path in [path for name in ("local", "startup") for path in (copied / name).rglob("*") if path.is_file()]:
+        assert path.resolve().is_relative_to(copied)
+    (copied / "local/site.yaml").write_text("")
+    assert (tmp_path / "site.yaml").read_text() == before
+    (tmp_path / "site.yaml").unlink()
+    with pytest.raises(ConfigError, match=r"local/site\.yaml: cannot be copied \(.*No such file"):
+        deploy_prepare.copy_without_run_files(kit, tmp_path / "second")
+
+
 def test_a_copy_has_only_what_a_fresh_kit_has(kit: Path, tmp_path: Path) -> None:
     (kit / "local/custom").mkdir()
     (kit / "local/custom/own.py").touch()

@@ -111,14 +111,18 @@ def test_kits_are_private_and_the_fingerprint_is_printed(
 ) -> None:
     """The fingerprint is that of every kit's root certificate; the doctor of a kit shows it too."""
     os.umask(0o022)
+    assert run(monkeypatch, "provision", EXAMPLE, "-o", tmp_path, "--only", "hospital-a") == 2
     assert run(monkeypatch, "provision", EXAMPLE, "-o", tmp_path) == 0
     printed = capsys.readouterr().out
+    assert "All other kits" not in printed
     for kit in (tmp_path / "consilium/prod_00").iterdir():
         assert kit.stat().st_mode & 0o777 == 0o700
         root = x509.load_pem_x509_certificate((kit / "startup/rootCA.pem").read_bytes())
         number = root.fingerprint(hashes.SHA256()).hex()
         assert number in printed.splitlines()
         assert number in root_fingerprint_text(kit)
+    assert run(monkeypatch, "provision", EXAMPLE, "-o", tmp_path, "--only", "hospital-a") == 0
+    assert "All other kits stay as they are; a running server takes the new ones" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+import yaml
 from nvflare.apis.fl_exception import FLCommunicationError
 from nvflare.fuel.flare_api.api_spec import InternalError, JobNotDone, NoConnection, SessionClosed
 
@@ -58,9 +59,18 @@ def job(number: int, **more: object) -> dict:
     return {"job_id": f"{number}-id", "name": "study", "submit_time": number, "status": "FINISHED:ABNORMAL"} | more
 
 
-def test_job_is_found_by_its_experiment(tmp_path: Path) -> None:
+def submitted(folder: Path, job_id: str, experiment: str | None) -> None:
+    path = folder / job_id / "job" / "study" / "app" / "config" / "job.yaml"
+    path.parent.mkdir(parents=True)
+    raw = yaml.safe_load((Path(__file__).parents[2] / "jobs/quickstart/app/config/job.yaml").read_text())
+    path.write_text(yaml.safe_dump(raw | {"experiment": experiment}))
+
+
+def test_job_is_found_by_its_file(tmp_path: Path) -> None:
     deployed = ["server: OK", "site-1: OK", "site-2: OK", "site-3: no GPU"]
-    jobs = [job(0, job_deploy_detail=deployed, experiment="same"), job(1), job(2, experiment="other")]
+    jobs = [job(0, job_deploy_detail=deployed), job(1), job(2, experiment="other")]
+    submitted(tmp_path, "0-id", "same")
+    submitted(tmp_path, "1-id", None)
     admin = Admin(Session(jobs, tmp_path))
     assert admin.find_job("same")["job_id"] == "0-id"
     assert admin.former_sites("same") == {"site-1", "site-2"}

@@ -3,8 +3,10 @@
 import errno
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -78,11 +80,33 @@ def test_an_action_is_kept_whatever_its_arguments_are(audit: Path) -> None:
 
 
 def test_no_action_goes_without_its_record(audit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    real, actions = audit_rotation.open_private, audit.with_name(audit_rotation.ACTIONS)
+
+    @contextmanager
+    def full(path: Path, mode: str) -> Iterator[Any]:
+        with real(path, mode) as file:
+            yield Mock(write=lambda line: file.write(line[:9]))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    AuditService.add_event("lead@hub.example", "abort_job 0")
+    AuditService.add_event("lead@hub.example", "list_jobs")
+    before = audit.read_text(), actions.read_text()
     with monkeypatch.context() as patched:
         patched.setattr(audit_rotation, "open_private", full)
-        AuditService.add_event("lead@hub.example", "list_jobs")
-        with pytest.raises(OSError, match="No space"):
-            AuditService.add_event("lead@hub.example", "abort_job 1")
+        for _ in range(2):
+            with pytest.raises(OSError, match="No space"):
+                AuditService.add_event("lead@hub.example", "abort_job 1")
+    assert (audit.read_text(), actions.read_text()) == before
     AuditService.add_event("lead@hub.example", "abort_job 2")
-    assert "abort_job 2" in audit.with_name(audit_rotation.ACTIONS).read_text()
+    assert [line.partition("[A:")[2] for line in actions.read_text().splitlines()] == ["abort_job 0]", "abort_job 2]"]
+
+
+def test_no_action_is_recorded_that_audit_log_lacks(audit: Path) -> None:
+    AuditService.add_event("lead@hub.example", "abort_job 0")
+    actions = audit.with_name(audit_rotation.ACTIONS)
+    before = actions.read_text()
+    audit.unlink()
+    audit.mkdir()
+    with pytest.raises(OSError, match="directory"):
+        AuditService.add_event("lead@hub.example", "abort_job 1")
+    assert actions.read_text() == before

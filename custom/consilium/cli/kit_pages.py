@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import quote
 
 from consilium.cli.site_records import SiteRecords, evidence_files, find_site_records
@@ -168,8 +168,8 @@ def health_page(kit: Path) -> str:
     return _page(f"{kit_name(kit)}: health", "The findings of consilium doctor", sections, "./")
 
 
-def make_evidence(kit: Path, name: str) -> bytes:
-    """Return the signed archive of a site's run.
+def open_evidence(kit: Path, name: str) -> BinaryIO:
+    """Return the open, signed archive of a site's run. Its file is deleted already, so it is gone however the command ends.
 
     Raises UnknownRunError if the kit has no such run or is no site's.
     """
@@ -178,7 +178,7 @@ def make_evidence(kit: Path, name: str) -> bytes:
     _run_folder(kit, name)
     with tempfile.TemporaryDirectory(prefix="consilium-serve-") as folder:
         pack(kit, name, evidence_files(name, kit), path := Path(folder) / "evidence.zip")
-        return path.read_bytes()
+        return path.open("rb")
 
 
 def _page(title: str, lead: str, sections: Sequence[Section], back: str = "") -> str:

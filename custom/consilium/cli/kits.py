@@ -81,8 +81,8 @@ def provision(
         emit({"local": str(written)}, f"{written}: policies written; restart the site to use them", format)
         return
     names, root = sorted(one.name for one in written.iterdir()), root_fingerprint(written.parent / "state")
-    text = f"""{written}: kits of {", ".join(names)}
-Other kits stay as they are; a running server takes new ones without a restart.
+    others = "\nAll other kits stay as they are; a running server takes the new ones without a restart." if only else ""
+    text = f"""{written}: kits of {", ".join(names)}{others}
 {written.parent}/state holds the root key: keep it where no one else can read it
 SHA-256 of the root certificate, which each participant compares by telephone:
 {root}"""
@@ -152,7 +152,10 @@ def lock(
     """Encrypt a kit's private keys with a passphrase, to send or store the kit; or close a locked kit that was opened."""
     is_locked = (kit / LOCKED).is_file()
     asks = not is_locked or key_lock.unlocked_key_files(kit)
-    key_lock.lock(kit, _passphrase(passphrase_file, confirm=not is_locked) if asks else None)
+    label = f"{kit / LOCKED} is gone; new passphrase" if key_lock.needs_new_passphrase(kit) else "Passphrase"
+    left = key_lock.lock(kit, _passphrase(passphrase_file, confirm=not is_locked, label=label) if asks else None)
+    if left:
+        _warn(f"private keys in clear stay: {', '.join(map(str, left))}; move them to a safe place, or delete them")
     text = f"{kit}: its keys are locked; `consilium unlock {kit}`, or start.sh, opens it"
     typer.echo(text if is_locked else f"{text}. Copies of the kit that were made before, as in a backup, hold them unencrypted")
 
@@ -178,19 +181,17 @@ def unlock(
         typer.echo(f"{kit}: this machine has no folder in memory, so its keys are on disk in {folder} until `consilium lock`")
 
 
-def _passphrase(file: Path | None, confirm: bool = False) -> str:
+def _passphrase(file: Path | None, confirm: bool = False, label: str = "Passphrase") -> str:
     """Return the passphrase from a file, else from the file that PASSPHRASE_FILE names, else asked for at the terminal.
 
     `confirm`: it is a new passphrase, which a person types twice.
     """
-    label = "New passphrase" if confirm else "Passphrase"
     if (found := file or os.environ.get(PASSPHRASE_FILE)) is not None:
         path = Path(found)
         mode = path.stat().st_mode
-        # the group's rights do not count: systemd gives its credentials by an access list, whose mask stands there
-        if stat.S_ISREG(mode) and mode & 0o007:
-            text = f"warning: {path}: mode {stat.S_IMODE(mode):o}: others can read the passphrase; run `chmod 600 {path}`"
-            show([rich_line(text, "yellow", 4000)], errors=True)
+        # systemd gives its credentials to the service by an access list, whose mask stands in the mode as the group's rights
+        if stat.S_ISREG(mode) and mode & 0o077 and str(path.parent) != os.environ.get("CREDENTIALS_DIRECTORY"):
+            _warn(f"{path}: mode {stat.S_IMODE(mode):o}: others can read the passphrase; run `chmod 600 {path}`")
         try:
             return path.read_text(encoding="utf-8").partition("\n")[0].strip("\r")
         except UnicodeDecodeError:
@@ -199,6 +200,10 @@ def _passphrase(file: Path | None, confirm: bool = False) -> str:
         raise ConfigError(f"{label}: nobody to ask; give --passphrase-file, or {PASSPHRASE_FILE} in the environment")
     asked: str = typer.prompt(label, hide_input=True, confirmation_prompt=confirm, err=True)
     return asked
+
+
+def _warn(text: str) -> None:
+    show([rich_line(f"warning: {text}", "yellow", 4000)], errors=True)
 
 
 # stop ------------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import re
 import sys
 import time
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,13 +14,14 @@ from rich.console import Console
 
 from consilium.cli.jobs import exit_code, watch_job
 from consilium.cli.options import CheckpointsOption, FormatOption, SetOption
-from consilium.cli.resume_hint import exit_interrupted, stop_on_signals
+from consilium.cli.resume_hint import FULL, disk_full_message, exit_interrupted, stop_on_signals
 from consilium.config.deployment import SITE_NAME
 from consilium.config.job import load_job, parse_override
 from consilium.config.site import Given, find_site
 from consilium.core.errors import ConfigError, ConsiliumError, JobError, UnreachableError
 from consilium.core.lazy import call
 from consilium.core.sanitize import rich_line, shown
+from consilium.core.storage import make_private_folder
 from consilium.federation.simulated_sites import site_names
 from consilium.flare.admin.session import connect
 from consilium.flare.admin.submission_folder import check_submission, delete_on_failure, prepare
@@ -27,6 +29,7 @@ from consilium.flare.kit.certificates import NO_PROXIES
 from consilium.flare.kit.local_federation import LEAD, SERVER, LocalFederation, stop_all
 from consilium.flare.kit.processes import is_word
 
+EXISTS = "--workspace: {}: exists; give a new folder"
 PATIENCE = 180.0
 """Seconds that server and sites have to connect. On an idle machine they need about ten."""
 
@@ -62,8 +65,8 @@ def poc(
     if job is None and not keep:
         raise ConfigError("JOB: none; give a job folder, or --keep for a federation without a job")
     folder = workspace or Path("runs", time.strftime("poc-%Y%m%d-%H%M%S"))
-    if folder.exists():
-        raise ConfigError(f"--workspace: {folder}: exists; give a new folder")
+    if workspace and folder.exists():
+        raise ConfigError(EXISTS.format(folder))
     if not is_word(str(folder.resolve())):
         raise ConfigError(f"--workspace: {folder}: FLARE's jobs need a path without spaces, quotes and #; give another")
     overrides = dict(parse_override(one) for one in override or [])
@@ -83,6 +86,7 @@ def poc(
     found = {one: find_site(one, given).model_dump(mode="json", exclude_unset=True) for one in names}
     if job:
         check_submission(job, overrides, name)
+    folder = _make_folder(folder, is_named=workspace is not None)
     console = Console(stderr=format == "json", soft_wrap=True, highlight=False)
     try:
         with stop_on_signals(), ExitStack() as stack:
@@ -102,6 +106,12 @@ def poc(
                 stack.pop_all()
     except KeyboardInterrupt:
         exit_interrupted("; server and sites are stopped")
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        where = folder if error.filename is None else error.filename
+        hint = "; start it anew, with another --workspace if you give one"
+        raise ConsiliumError(disk_full_message(error, where, hint)) from None
     left = f"are stopped; kits, logs and results stay in {folder}"
     if keep:
         left = f"run on; ask them with --kit {federation.kit(LEAD)}; stop them: consilium poc --stop {folder}"
@@ -113,6 +123,21 @@ def poc(
         raise JobError(f"{name}: {status['status']}: {reason}", exit_code(status["status"]))
     call("consilium.cli.print_results:join_pictures_and_print", status["folder"], {}, [], format)
     raise typer.Exit(exit_code(status["status"]))
+
+
+def _make_folder(folder: Path, is_named: bool) -> Path:
+    """Make a new private folder and return it. Its name gets a number if it is taken, unless the user has given it."""
+    make_private_folder(folder.parent)
+    for number in count(1):
+        place = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        try:
+            place.mkdir(0o700)
+        except FileExistsError:  # also if another command has made it in the same moment
+            if is_named:
+                raise ConfigError(EXISTS.format(folder)) from None
+        else:
+            break
+    return place
 
 
 def _set_path_and_no_proxy() -> None:

@@ -14,11 +14,12 @@ without the cookie.
 
 import asyncio
 import hmac
+import os
 import secrets
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -58,6 +59,8 @@ MOST_CONNECTIONS, WAIT = 128, 10.0
 """Open connections, and seconds that one may wait for a request."""
 MOST_COOKIES = 2**20
 """Bytes of a header. Programs at other ports may set cookies, and a browser sends them all: 180 of 4096 bytes at most."""
+CHUNK = 2**18
+"""Bytes of an archive that are read at a time."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -182,12 +185,19 @@ class KitSite:
         async with lock:
             return _page(await asyncio.to_thread(make, request))
 
-    async def _evidence(self, request: web.Request) -> web.Response:
+    async def _evidence(self, request: web.Request) -> web.StreamResponse:
+        """Make the archive in a private temporary folder outside the kit, and send it in parts, because it may be large."""
         run = request.match_info["run"]
-        name = f"attachment; filename*=UTF-8''{quote(run, safe='')}.evidence.zip"
+        reply = web.StreamResponse(headers={"Content-Type": "application/zip"})
+        reply.headers["Content-Disposition"] = f"attachment; filename*=UTF-8''{quote(run, safe='')}.evidence.zip"
         async with self.lock:
-            archive = await asyncio.to_thread(kit_pages.make_evidence, self.kit, run)
-        return web.Response(body=archive, content_type="application/zip", headers={"Content-Disposition": name})
+            file = await asyncio.to_thread(kit_pages.open_evidence, self.kit, run)
+        with file, suppress(ConnectionError):
+            reply.content_length = os.fstat(file.fileno()).st_size
+            await reply.prepare(request)
+            while request.method == "GET" and (part := file.read(CHUNK)):
+                await reply.write(part)
+        return reply
 
 
 class _Connection(web.RequestHandler):

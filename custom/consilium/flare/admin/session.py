@@ -91,8 +91,8 @@ class Admin:
         """Return FLARE's metadata of one job. Raises ConfigError if there is none."""
         jobs = self.jobs()
         found = (
-            next((job for job in jobs if job["job_id"] == name), None)
-            or _last_submission(name, jobs)
+            next((job for job in jobs if job["job_id"] == name), None)  # first, because an experiment may cost downloads
+            or self._last_submission(name, jobs)
             or next((job for job in reversed(jobs) if job["job_id"].startswith(name)), None)
         )
         if found is None:
@@ -110,6 +110,24 @@ class Admin:
                 raise JobError(f"{shown(name)}: is LOST: {self._failure_line(found, {})}", ExitCode.LOST)
             time.sleep(2)
         return found
+
+    def _last_submission(self, experiment: str, jobs: list[Job]) -> Job | None:
+        """Return the metadata of an experiment's last job, None if there is none.
+
+        Jobs that FLARE's own tools submitted have no experiment in their metadata, so their job.yaml is downloaded and read.
+        """
+
+        def names_experiment(job: Job) -> bool:
+            with tempfile.TemporaryDirectory() as folder, suppress(*FLARE_ERRORS, ConfigError, ValueError, OSError):
+                content = Path(self.session.download_job_result(job["job_id"], folder)) / "job"
+                (file,) = content.glob("*/app/config/job.yaml")
+                raw = read_yaml(file)
+                return isinstance(raw, dict) and str(raw.get("experiment")) == experiment
+            return False
+
+        by_metadata = (job for job in reversed(jobs) if experiment_of(job) == experiment)
+        by_files = (job for job in reversed(jobs) if not job.get("experiment") and names_experiment(job))
+        return next(by_metadata, None) or next(by_files, None)
 
     def submit(self, folder: Path) -> str:
         """Submit a job folder; return FLARE's job id."""
@@ -136,7 +154,7 @@ class Admin:
 
     def former_sites(self, experiment: str) -> set[str]:
         """Return the sites of an experiment's last job. Raises ConfigError if this job still runs or waits."""
-        last = _last_submission(experiment, self.jobs())
+        last = self._last_submission(experiment, self.jobs())
         if last is None:
             return set()
         if not _has_ended(last["status"]):
@@ -234,11 +252,6 @@ class Admin:
         while not (ended := _has_ended(self.find_job(job_id)["status"])) and time.monotonic() < ends:
             time.sleep(2)  # FLARE writes each query to its audit.log
         return ended
-
-
-def _last_submission(experiment: str, jobs: list[Job]) -> Job | None:
-    """Return the metadata of an experiment's last job, None if there is none."""
-    return next((job for job in reversed(jobs) if experiment_of(job) == experiment), None)
 
 
 def _undeployed(job: Job) -> list[str]:

@@ -44,14 +44,25 @@ class AuditFile(io.TextIOBase):
         self._log, self._actions = kit / "audit.log", kit / ACTIONS
 
     def write(self, line: str) -> int:
-        """Write an event. Raises OSError, as for a full disk; then FLARE does not obey the person's command."""
+        """Write an event. Raises OSError, as for a full disk.
+
+        Then FLARE does not obey the command, and no file has its line.
+        """
         if self._log.is_file() and self._log.stat().st_size >= MAX_BYTES:
             os.replace(self._log, self._log.with_name("audit.log.1"))
-        if not _LOOK.match(line):
-            with open_private(self._actions, "a") as actions:
-                actions.write(line)
-        with open(self._log, "a", encoding="utf-8") as log:
-            return log.write(line)
+        before = {path: path.stat().st_size if path.is_file() else 0 for path in (self._log, self._actions)}
+        try:
+            with open(self._log, "a", encoding="utf-8") as log:
+                log.write(line)
+            if not _LOOK.match(line):
+                with open_private(self._actions, "a") as actions:
+                    actions.write(line)
+        except OSError:
+            for path, size in before.items():
+                with suppress(OSError):
+                    os.truncate(path, size)
+            raise
+        return len(line)
 
 
 def rotate_audit_log(kit: Path) -> None:

@@ -82,16 +82,24 @@ def copy_without_run_files(kit: Path, target: Path) -> Path:
     """Copy a kit without the files of its use, such as logs, jobs, state, pid files and caches. Return the copy.
 
     From local/ only settings are copied (LOCAL). Approvals are not, because an approval that is withdrawn in the kit would stay
-    valid in the copy. So jobs are approved anew there.
+    valid in the copy. So jobs are approved anew there. Links in local/ become files, so that a change in the copy changes no
+    file of the kit.
     """
-    kept = {kit: (*FOLDERS, *FILES), kit / "local": LOCAL}
 
     def left_out(folder: str, names: list[str]) -> set[str]:
-        patterns = kept.get(Path(folder), ("*",))
+        patterns = LOCAL if Path(folder) == kit / "local" else ("*",)
         return RUN_FILES(folder, names) | {name for name in names if not any(fnmatchcase(name, one) for one in patterns)}
 
-    shutil.copytree(kit, target, symlinks=True, ignore=left_out)
-    target.chmod(0o700)
+    target.mkdir(mode=0o700)
+    for folder in FOLDERS:  # each may be a link to a folder
+        try:
+            shutil.copytree(kit / folder, target / folder, symlinks=folder != "local", ignore=left_out)
+        except shutil.Error as error:  # such as a link to a file that is gone
+            path, _, reason = error.args[0][0]
+            raise ConfigError(f"{path}: cannot be copied ({reason}); restore it, or delete it") from None
+    for name in FILES:
+        if os.path.lexists(kit / name):
+            shutil.copy2(kit / name, target / name, follow_symlinks=False)
     return target
 
 

@@ -125,7 +125,7 @@ def _examine_state(kit: Path) -> Finding | str:
     if any(folder.resolve().is_relative_to(place) for place in TEMPORARY):
         advice = "a restart of the machine may empty it: name another `state` in sites.yml, `consilium provision --local KIT`"
         return Finding("state", f"{folder}: in a temporary folder", advice=advice)
-    return f"{folder}: for this user only"
+    return f"{folder}: for this user only" if there == folder else f"{folder}: is made at the start, for this user only"
 
 
 def _examine_port(kit: Path) -> str:
@@ -139,12 +139,17 @@ def _examine_port(kit: Path) -> str:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             own.bind(("", port))
+        except PermissionError:
+            raise ConfigError(
+                f"{port}: this user may not listen there; run it as a service with CAP_NET_BIND_SERVICE, "
+                "or choose a `port` over 1023 in sites.yml"
+            ) from None
         except OSError as error:
             if runs:
                 return f"{port}: it listens"
             raise ConfigError(
                 f"{port}: {error.strerror}; stop what listens there (`ss -ltnp sport = :{port}` names it), "
-                "or choose another `port` over 1023 in sites.yml"
+                "or choose another `port` in sites.yml"
             ) from None
     if runs:
         raise ConfigError(f"{port}: it runs and does not listen; try again in a minute, then see {kit / 'log.txt'}")
@@ -216,6 +221,14 @@ def _examine_key(kit: Path) -> str:
     if locked and path in unlocked_key_files(kit):
         raise ConfigError(f"{path}: in clear beside {LOCKED}; stop it, then run `consilium lock {kit}`")
     return "locked, and open now" if locked else "for this user only; `consilium lock` puts it under a passphrase"
+
+
+def _examine_job_settings(kit: Path) -> Finding:
+    if not shadows_job_settings(kit):
+        raise ConfigError("a job could bring its own for connections, and code with them; run `consilium allow KIT`")
+    narrow = "grpc" not in read_settings(kit / COMM)
+    advice = f"{COMM} has nothing of gRPC: 49 sites at a server at most, and no keep-alives. Add `grpc` as in a new kit's"
+    return Finding("settings", "a job cannot bring its own for connections or resources", advice=advice if narrow else "")
 
 
 def _examine_allow_list(kit: Path) -> Finding | str:
@@ -374,15 +387,7 @@ CHECKS: tuple[tuple[str, tuple[str, ...], Callable[[Path], Finding | str]], ...]
         ),
     ),
     ("key", PARTICIPANTS, _examine_key),
-    (
-        "settings",
-        HOSTS,
-        _require(
-            lambda kit: shadows_job_settings(kit) and bool(read_settings(kit / COMM)),
-            "a job cannot bring its own for connections or resources",
-            "a job could bring its own for connections, and code with them; run `consilium allow KIT`",
-        ),
-    ),
+    ("settings", HOSTS, _examine_job_settings),
     ("FLARE's code", HOSTS, lambda kit: patches.check(str(kit_role(kit)))),
     ("allow-list", HOSTS, _examine_allow_list),
     ("rights", HOSTS, _examine_rights),

@@ -6,7 +6,6 @@ job would. It writes nothing to the ledger and the records.
 
 import json
 import tempfile
-import textwrap
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -89,20 +88,18 @@ class Review:
 
         Only the first line of a row begins at the left. A word stays whole, so that a path can be copied. It contains no
         blanks, so that its end on the terminal's next line does not look like a row. Control characters in the job's texts, and
-        characters that are not one column wide, are escaped.
+        characters without a width or from right to left, are escaped.
         """
         before = ""
         for name, text in self._rows():
-            plain = (c.isascii() or (cell_len(c) == 1 and bidirectional(c) not in ("R", "AL", "AN")) for c in shown(text, 600))
-            visible = "".join(c if is_plain else ascii(c)[1:-1] for c, is_plain in zip(shown(text, 600), plain, strict=True))
-            yield from textwrap.wrap(
-                " ".join(visible.split()),
-                min(width, WIDTH),
-                initial_indent=f"{'' if name == before else name:<{MARGIN}}",
-                subsequent_indent=" " * MARGIN,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
+            line = f"{'' if name == before else name:<{MARGIN}}"
+            visible = "".join(c if c.isascii() or _is_plain_character(c) else ascii(c)[1:-1] for c in shown(text, 600))
+            for word in visible.split():
+                if len(line) > MARGIN and cell_len(f"{line} {word}") > min(width, WIDTH):
+                    yield line
+                    line = " " * MARGIN
+                line += word if len(line) == MARGIN else f" {word}"
+            yield line
             before = name
 
     def _rows(self) -> Iterator[tuple[str, str]]:
@@ -196,6 +193,11 @@ def _cost(guard: Guard, run: str, generated: bool) -> Cost:
         budgets[str(unit)] = {"spent": spent, "after": after, "budget": budget.epsilon, "delta": budget.delta}
     dataset = "" if generated and guard.policy.dataset is None else guard.dataset
     return Cost(dataset, generated, guard.num_samples, guard.shown_samples, guard.plan if planned else None, budgets)
+
+
+def _is_plain_character(character: str) -> bool:
+    """Return whether a character has a width of its own and is written from left to right."""
+    return bidirectional(character) not in ("R", "AL", "AN") and cell_len(character) > 0
 
 
 def _submitter(app: Path, kit: Path) -> str:

@@ -103,7 +103,7 @@ class RevocationCheck(FLComponent):
 
     def _is_readmitted(self, name: str, token: str) -> bool:
         """Tell whether a token is of a registration, before the server's restart, with a certificate after the revocation."""
-        with suppress(ConfigError):
+        with suppress(ConfigError, OSError):
             until = self.revoked_at(name)
             if until is not None and self._readmissions().get(name) == _readmission(until, token):
                 self._verified[name] = until
@@ -111,15 +111,19 @@ class RevocationCheck(FLComponent):
         return False
 
     def _store_readmission(self, name: str, until: float, token: str) -> None:
-        """Store the hash of a token. If the disk is full, the site must be restarted after a restart of the server."""
-        stored, entry = self._readmissions(), _readmission(until, token)
-        if self._local is not None and stored.get(name) != entry:
-            with suppress(OSError):
+        """Store the hash of a token, unless the disk is full or READMITTED cannot be read.
+
+        Then the site must be restarted after a restart of the server.
+        """
+        entry = _readmission(until, token)
+        with suppress(OSError):
+            stored = self._readmissions()
+            if self._local is not None and stored.get(name) != entry:
                 write_json(self._local.parent / STATE / READMITTED, stored | {name: entry})
 
     def _readmissions(self) -> dict[str, Any]:
-        """Return the content of READMITTED; {} if there is none, or if it is damaged."""
-        with suppress(OSError, ValueError, RecursionError):
+        """Return the content of READMITTED; {} if there is none, or if it is damaged. Raises OSError if it cannot be read."""
+        with suppress(FileNotFoundError, ValueError, RecursionError):
             if self._local is not None and isinstance(stored := read_json(self._local.parent / STATE / READMITTED), dict):
                 return stored
         return {}
