@@ -186,7 +186,7 @@ def _examine_admission(kit: Path) -> Finding | str:
         cause, said = (None, "") if refusal is None else (connection_refusals.cause_of(refusal), refusal)
         connection_refusals.note_cause(kit, cause)
     if cause is not None:
-        raise ConfigError(connection_refusals.refusal_line(cause, said))
+        return Finding("admission", f"the server does not let this site in: {cause}: {cause.text} ({said})", cause.remedy)
     if not running:
         return "the server lets this site in"
     age = connection_refusals.seconds_since_answer(kit)
