@@ -251,7 +251,8 @@ def test_a_run_is_the_same_with_any_loading_and_leaves_no_pictures_in_its_folder
         ends.append(tensors(tmp_path / f"run-{index}"))
         assert not list((tmp_path / f"run-{index}").rglob(cache_folder.FOLDER))
     assert all(torch.equal(end[name], ends[0][name]) for end in ends for name in ends[0])
-    assert cache_folder.cache_count_and_bytes(tmp_path / "kept" / cache_folder.FOLDER)[0] == 24  # six samples of each site, and their passed checks
+    count, _ = cache_folder.cache_count_and_bytes(tmp_path / "kept" / cache_folder.FOLDER)
+    assert count == 24  # six samples of each site, and their passed checks
 
 
 # validation -----------------------------------------------------------------------------------------------------------
