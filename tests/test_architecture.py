@@ -85,7 +85,7 @@ def name_of(path: Path) -> str:
 
 KNOWN = {name_of(path): path for path in FILES}
 LATE = {
-    "use.predict": "needs the extra dicom",
+    "use.mask_files": "needs the extra dicom",
     "use.predictor": "needs the extra dicom",
 }
 """Modules with an import of ours that is not at the top, and why."""

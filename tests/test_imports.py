@@ -50,15 +50,15 @@ LIGHT = [
     (["privacy", "plan", "--epsilon=8", "--rounds=2", "--accountant=exact"], "privacy_plan"),
     (["privacy", "ledger", "none"], "site_records"),
     (["audit", "none"], "site_records"),
-    (["evidence", "none", "--kit=none"], "site_records"),
+    (["evidence", "none", "--kit=none"], "site_evidence"),
     (["sites", "--kit", "none"], "sites"),
     (["status", "--kit", "none"], "jobs"),
     (["metrics", "none"], "kits"),
 ]
 DRAWS = [
     (["report", "none"], "compare"),
-    (["data", "check", "none"], "data_commands"),
-    (["data", "stats", "none"], "data_commands"),
+    (["data", "check", "none"], "data_lists"),
+    (["data", "stats", "none"], "data_lists"),
 ]
 SERVER = """
 import consilium.flare.job.aggregator, consilium.flare.job.controller, consilium.flare.job.filters

@@ -136,7 +136,7 @@ def test_a_lost_job_has_its_code_after_submit_too(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_any_command_with_its_code(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(number)
-    monkeypatch.setattr("consilium.cli.data_commands.data_check", lambda: signal.raise_signal(number))
+    monkeypatch.setattr("consilium.cli.data_lists.data_check", lambda: signal.raise_signal(number))
     signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     try:
         assert run(monkeypatch, "data", "check") == 130

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFilter
 
-from consilium.cli.data_commands import _check_data_set, find_data_sets
+from consilium.cli.data_lists import _check_data_set, find_data_sets
 from consilium.core.errors import DataError
 from consilium.data import volumes
 from consilium.data.check import check_datalist

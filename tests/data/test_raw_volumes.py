@@ -12,7 +12,7 @@ import pytest
 from consilium.core.errors import DataError
 from consilium.data import volumes
 from consilium.data.check import check_datalist
-from consilium.use.predict import mask_files, write_nifti
+from consilium.use.mask_files import mask_files, write_nifti
 
 VALUES = np.arange(24, dtype=np.int16).reshape(2, 3, 4, order="F")
 META = """ObjectType = Image

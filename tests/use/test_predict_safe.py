@@ -15,8 +15,9 @@ from PIL import Image
 
 from consilium.core.errors import ConfigError, DataError
 from consilium.data.synthetic.organs import Study
+from consilium.use.mask_files import write_nifti, write_picture
 from consilium.use.model import open_model
-from consilium.use.predict import OutputOptions, predict, split_clashing, write_nifti, write_picture
+from consilium.use.predict import OutputOptions, predict, split_clashing
 from consilium.use.predictor import Input, Predictor, find_inputs
 from tests.conftest import run
 from tests.use.test_predict import AFFINE, noise, write_dicom_series

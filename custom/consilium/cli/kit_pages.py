@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import quote
 
-from consilium.cli.site_records import SiteRecords, evidence_files, find_site_records
+from consilium.cli.site_evidence import evidence_files
+from consilium.cli.site_records import SiteRecords, find_site_records
 from consilium.cli.sites import describe_health, site_rows, site_table
 from consilium.client import approval
 from consilium.config.job import load_job

@@ -107,10 +107,10 @@ COMMANDS: dict[str | None, dict[str, str | Group]] = {
         "data": Group(
             "Import data sets, check, split and partition data lists, generate phantoms.",
             {
-                **{name: f"{CLI}.data_commands:data_{name}" for name in ("check", "split", "stats")},
-                "import": f"{CLI}.data_commands:data_import",
-                "cache": f"{CLI}.data_commands:data_cache",
-                **{name: f"{CLI}.data_commands:data_{name}" for name in ("phantoms", "partition")},
+                **{name: f"{CLI}.data_lists:data_{name}" for name in ("check", "split", "stats")},
+                "import": f"{CLI}.data_import:data_import",
+                "cache": f"{CLI}.data_lists:data_cache",
+                **{name: f"{CLI}.data_import:data_{name}" for name in ("phantoms", "partition")},
             },
         ),
         "privacy": Group(
@@ -137,7 +137,8 @@ COMMANDS: dict[str | None, dict[str, str | Group]] = {
         **{name: f"{CLI}.kits:{name}" for name in ("lock", "unlock", "stop")},
         "metrics": f"{CLI}.kits:metrics",
         "serve": f"{CLI}.serve:serve",
-        **{name: f"{CLI}.site_records:{name}" for name in ("audit", "evidence", "forget")},
+        "audit": f"{CLI}.site_records:audit",
+        **{name: f"{CLI}.site_evidence:{name}" for name in ("evidence", "forget")},
     },
 }
 

@@ -1,8 +1,8 @@
 """Kinds of files, and opening of untrusted ones: only plain files of bounded size, and one clear line for any error.
 
-Kinds are told by names or first bytes. A data list may name any file that this user can read, because pictures stay in the
-hospital's own folders. The author of the list is trusted with that. A file that is not a picture is refused without quoting
-its content. Loads neither numpy nor torch.
+The kind of a file is known by its name or its first bytes. A data list may name any file that the user who runs Consilium can
+read, because a hospital's pictures stay where they are. So the list's author is trusted. A file that is not a picture is
+refused, and the error quotes nothing of it. This module loads neither numpy nor torch.
 """
 
 import gzip

@@ -100,7 +100,7 @@ def test_generated_data_replace_nobodys_list(tmp_path: Path) -> None:
     ids=["rows", "bytes"],
 )
 def test_prompts_of_gigabytes(content: str, why: str, tmp_path: Path) -> None:
-    """`predict --boxes` is given a file of somebody's: 2 GiB of rows would be 100 GB of Python's objects."""
+    """A stranger's file is given to `predict --boxes`. As Python objects, 2 GiB of rows would take 100 GB."""
     (tmp_path / "boxes.csv").write_text(content)
     with pytest.raises(DataError, match=why):
         read_prompts(tmp_path / "boxes.csv", "box", ["disc"])

@@ -13,7 +13,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from typer.testing import CliRunner
 
-from consilium.cli import data_commands, jobs as cli_jobs, main as cli, site_records as cli_audit
+from consilium.cli import data_lists, jobs as cli_jobs, main as cli, site_records as cli_audit
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Payload
 from consilium.core.sanitize import markdown_cell, rich_line, shown, tensorboard_tag
@@ -142,7 +142,7 @@ def test_the_report_on_a_data_list(capsys: pytest.CaptureFixture[str]) -> None:
     found.add_problem(HOSTILE, HOSTILE)
     found.add_warning(HOSTILE, HOSTILE)
     every, shared = {HOSTILE: found.to_dict(), "two": found.to_dict()}, {HOSTILE: {"count": 1, "first": [HOSTILE]}}
-    cli_jobs.show(data_commands._check_lines(every, shared, [HOSTILE], Path(HOSTILE)))
+    cli_jobs.show(data_lists._check_lines(every, shared, [HOSTILE], Path(HOSTILE)))
     check(capsys.readouterr().out)
 
 

@@ -197,8 +197,8 @@ def roster_keys(
 
 
 # simulated identities --------------------------------------------------------------------------------------------------
-# Identities for simulations: a root and keys made for one run on one machine. They run the protocol but protect nobody. They
-# are stored in the run's folder until the run ends, so that an interrupted run can be resumed.
+# A simulation makes a root certificate and the sites' keys itself, for one run on one machine. The protocol runs with them as
+# with real ones, but they protect nobody. The run's folder holds them until the run ends, so that it can be resumed.
 
 FOLDER = "identities"
 ROOT, SERVER = "simulation", "server"
