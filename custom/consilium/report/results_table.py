@@ -57,15 +57,12 @@ def results_table(
         rows = [[site, number_text(losses.get(site))] for site in sorted(results)]
         return Table(f"{title}: {why}{missing}", columns("site", "training loss"), rows, _notes(results, split, scores))
     inside, below = ({site: results[site] for site in sorted(results) if (site in test_only) is only} for only in (False, True))
-    means: dict[str, dict[str, float]] = {}
-    for which in [MEAN, BY_N] if there[0][1] == COUNT else [MEAN]:
-        keys = [str(key) for key, heading, _ in there if heading not in (INTERVAL, COUNT)]
-        found = {key: mean_of(inside, key, which == BY_N) for key in keys}
-        if which == BY_N:
-            found[str(there[0][0])] = sum(one.get(str(there[0][0]), 0) for one in inside.values())
-        means[which] = {name: value for name, value in found.items() if value is not None}
-    named = (*inside.items(), *means.items(), *below.items())
-    rows = [[name, *(_cell(one, key) for key, *_ in there)] for name, one in named]
+    means = [MEAN, BY_N] if there[0][1] == COUNT else [MEAN]
+    rows = [
+        *([site, *(_cell(one, key) for key, *_ in there)] for site, one in inside.items()),
+        *([which, *(_mean_cell(inside, key, which == BY_N) for key, *_ in there)] for which in means),
+        *([site, *(_cell(one, key) for key, *_ in there)] for site, one in below.items()),
+    ]
     notes = dict.fromkeys(scores.meanings[key.metric] for key, *_ in there if key.metric in scores.meanings)
     about = {
         "n: how many a site scored, and its weight in the mean by n": BY_N in means,
@@ -102,6 +99,16 @@ def _cell(metrics: Mapping[str, float], key: MetricKey) -> str:
     if key.metric.endswith(LOW) and text != "-":
         return f"{text}–{number_text(metrics.get(str(key).removesuffix(LOW) + HIGH))}"
     return f"{metrics[str(key)]:.0f}" if key.metric == COUNT and text != "-" else text
+
+
+def _mean_cell(results: Results, key: MetricKey, weighted: bool) -> str:
+    """Return one cell of a row of means.
+
+    In column n, the row "mean by n" has the sum and the row "mean" is empty. Interval cells are empty.
+    """
+    if key.metric == COUNT:
+        return f"{sum(one.get(str(key), 0) for one in results.values()):.0f}" if weighted else ""
+    return "" if key.metric.endswith(LOW) else number_text(mean_of(results, str(key), weighted))
 
 
 def mean_of(results: Results, metric: str, weighted: bool = False) -> float | None:
