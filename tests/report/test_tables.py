@@ -122,6 +122,7 @@ def test_a_papers_main_table_has_means_and_an_appendix_has_the_sites(tmp_path: P
         assert all(one in caption for one in words)
         assert caption.endswith(".")
         assert all(part[0].isupper() for part in caption.replace("95 \\%", "95").split(". "))
+    assert not any("rank" in caption.lower() for caption in captions if "by site" in caption)  # it has no such column
 
 
 @pytest.mark.parametrize(("grid", "named"), [("original", "original grid"), ("resized", "model grid")])

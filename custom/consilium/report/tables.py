@@ -51,7 +51,7 @@ class Table:
     """A table of texts. The first column names the rows.
 
     Title and notes are the sentences of LaTeX's caption. `best`: cells (row, column) in bold. `sums`: rows of means or sums.
-    `appendix`: LaTeX puts the table into the appendix.
+    `appendix`: LaTeX puts the table into the appendix. `detail_notes`: take the place of `notes` at LaTeX's table of details.
     """
 
     title: str
@@ -61,6 +61,7 @@ class Table:
     best: Set[tuple[int, int]] = frozenset()
     sums: Set[int] = frozenset()
     appendix: bool = False
+    detail_notes: Sequence[str] = ()
 
 
 def columns(*headings: str) -> list[Column]:
@@ -224,9 +225,13 @@ def latex_text(tables: Iterable[Table], notes: Sequence[str] = ()) -> str:
         details = [i for i, column in enumerate(table.columns) if column.detail]
         empty = [i for i in range(1, len(table.columns)) if table.rows and all(row[i] in ("-", "") for row in table.rows)]
         rest = [i for i in range(1, len(table.columns)) if i not in (*details, *empty)]
-        for page, places in ((more if table.appendix else main, rest), (more, details)):
-            title = f"{table.title}, by site" if places is details else table.title
-            about = " ".join(map(sentence, [title, *table.notes]))
+        # a note that begins with the heading of a column that is left out goes with it
+        gone = tuple(table.columns[i].heading for i in empty if table.columns[i].heading)
+        for page, places, title, notes_of in (
+            (more if table.appendix else main, rest, table.title, [one for one in table.notes if not one.startswith(gone)]),
+            (more, details, f"{table.title}, by site", table.detail_notes),
+        ):
+            about = " ".join(map(sentence, [title, *notes_of]))
             for piece in _pieces(table, places) if places or places is rest else ():
                 for start in range(0, max(len(table.rows), 1), MOST_ROWS):
                     label = tex_label("tab", title, labels)

@@ -42,6 +42,7 @@ MEANT = {
 """An explanation of each model."""
 ROW = ("group", "method", "seed", "site", "model", "split", "metric", "value", "low", "high", "n",
        "bytes", "steps", "seconds", "epsilon", "run")  # fmt: skip
+BOLD = "bold: the best of a column, the pretrained model included"
 METHOD = Column("method", right=False)
 Cell = tuple[str, float | None]
 """A cell's text, and its score if it may be the best of its column."""
@@ -232,7 +233,11 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
     title = group.with_group_name(f"{group.heading(scores.metric)}, {scores.stage} model, {group.first.split} split")
     frozen_best = only_true({f"the pretrained model is the best in: {first_names_text(beaten)}": beaten})
     notes = [*_score_notes(scores, blocks, printed, marked), *frozen_best, *_scored_sample_lines(scores)]
-    return Table(title, columns, texts, [*notes, *unequal_steps(group)[:1]], best)
+    count = len({seed for _, seed in group.runs})
+    each = f"each number is the mean over {count} seeds ± the standard deviation" if count > 1 else "each number is of one seed"
+    by_site = [each, *only_true({BOLD: best}), *frozen_best, *_scored_sample_lines(scores)]
+    steps = unequal_steps(group)[:1]
+    return Table(title, columns, texts, [*notes, *steps], best, detail_notes=[*by_site, *steps])
 
 
 def _scored_sample_lines(scores: GroupScores) -> list[str]:
@@ -296,7 +301,7 @@ def _score_notes(scores: GroupScores, blocks: int, printed: bool, marked: bool) 
         f"numbers marked {MARK} lack seeds, see below": marked,
         f"no such model: {', '.join(scores.without)}": scores.without,
         "published: the paper's own number, not measured here; difference: ours minus it": printed,
-        "bold: the best of a column, the pretrained model included": len(scores.scored_methods) > 1,
+        BOLD: len(scores.scored_methods) > 1,
     }
     return only_true(found)
 
