@@ -34,7 +34,7 @@ from consilium.use.model import (
     read_site_config,
 )
 from consilium.use.predict import OutputOptions, predict as predict_inputs
-from consilium.use.predictor import Predictor, Prompts, find_inputs, read_prompts
+from consilium.use.predictor import Predictor, find_inputs, read_prompts
 
 # model options ---------------------------------------------------------------------------------------------------------
 # Options of the commands that open a trained model, and the settings of the site at which they run.
@@ -90,9 +90,17 @@ def predict(
     opened = open_model(model, site, stage, local_site_config(device, checkpoints), best)
     beside: list[Path] = []
     inputs = find_inputs(images, reads_texts(opened.config), out, beside)
-    predictor = Predictor(
-        opened, batch or opened.config.training.batch_size, _read_given_prompts(opened, {"box": boxes, "point": points})
-    )
+    kind, given, prompts = getattr(opened.config.task, "prompt", "none"), {"box": boxes, "point": points}, None
+    takes = PROMPTS[kind].many if kind in PROMPTS else "no prompts"
+    if wrong := [PROMPTS[one].many for one, path in given.items() if one != kind and path is not None]:
+        raise ConfigError(f"--{wrong[0]}: the model takes {takes} (task.prompt: {kind}); leave the {wrong[0]} out")
+    if kind in PROMPTS:
+        if (file := given[kind]) is None:
+            raise ConfigError(
+                f"--{takes}: the model was trained with {takes} as prompts (task.prompt: {kind}); give a CSV file of them"
+            )
+        prompts = read_prompts(file, kind, list(opened.config.task.classes))  # type: ignore[attr-defined]
+    predictor = Predictor(opened, batch or opened.config.training.batch_size, prompts)
     bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with progress_bar("predicting", len(inputs), format, *bar) as advance:
         outcome = predict_inputs(predictor, inputs, OutputOptions(out, overlays, probabilities, force), lambda _: advance())
@@ -109,25 +117,6 @@ def predict(
     emit(told, [rich_line(f"{count}: {out}", limit=4000)], format)
     if bad:
         raise typer.Exit(1)
-
-
-def _read_given_prompts(opened: TrainedModel, given: dict[str, Path | None]) -> Prompts | None:
-    """Return the prompts from the file of the kind that the model takes; None if it takes none.
-
-    `given`: files by kind of prompt. Raises ConfigError if the file is missing, or a file of another kind is given.
-    """
-    kind = getattr(opened.config.task, "prompt", "none")
-    takes = PROMPTS[kind].many if kind in PROMPTS else "no prompts"
-    wrong = [PROMPTS[one].many for one, path in given.items() if one != kind and path is not None]
-    if wrong:
-        raise ConfigError(f"--{wrong[0]}: the model takes {takes} (task.prompt: {kind}); leave the {wrong[0]} out")
-    if kind not in PROMPTS:
-        return None
-    if (path := given[kind]) is None:
-        raise ConfigError(
-            f"--{takes}: the model was trained with {takes} as prompts (task.prompt: {kind}); give a CSV file of them"
-        )
-    return read_prompts(path, kind, list(opened.config.task.classes))  # type: ignore[attr-defined]
 
 
 # evaluate --------------------------------------------------------------------------------------------------------------
