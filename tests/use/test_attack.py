@@ -14,7 +14,7 @@ from PIL import Image
 from scipy.stats import binomtest, norm
 from torch import nn
 
-from consilium.cli.model_commands import _print_attacks
+from consilium.cli import model_commands
 from consilium.client.model_store import UNCOVERED
 from consilium.config.job import JobConfig
 from consilium.config.site import CacheConfig, SiteConfig
@@ -201,17 +201,22 @@ def test_a_private_run_s_list_is_read_as_the_run_read_it(tmp_path: Path) -> None
             assert task.batch([0], 0)["label"].sum() == 100
 
 
-def test_no_promise_stands_beside_a_model_that_it_is_not_of(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_promise_stands_beside_a_model_that_it_is_not_of(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A site's own model holds tensors that no noise covers: a bound on it breaks no promise."""
     found = [judge_guesses("loss", np.arange(40.0), np.arange(40) < 20, 1e-5, 0.95)]
     raw = small_cells("fedit").model_dump() | {"privacy": {"unit": "site", "clip": 1.0, "epsilon": 3}}
     card = SimpleNamespace(job="j", name="personalized", privacy="epsilon 3", notes=(UNCOVERED,))
     opened = SimpleNamespace(config=JobConfig.model_validate(raw), card=card, folder=Path("f"), model=nn.Linear(1, 1))
-    _print_attacks(found, cast(TrainedModel, opened), "txt")
+    monkeypatch.setattr(model_commands, "open_model", lambda *_: opened)
+    monkeypatch.setattr(model_commands, "_find_attacked_site", lambda *_: (SiteConfig(), "site-1"))
+    monkeypatch.setattr(model_commands, "attack_model", lambda *_: found)
+    model_commands.attack(Path("f"), format="txt")
     said = capsys.readouterr().out
     assert "promised nothing of this model" in said
     assert "of one record of it" not in said
-    _print_attacks(found, cast(TrainedModel, opened), "json")
+    model_commands.attack(Path("f"), format="json")
     told = json.loads(capsys.readouterr().out)
     assert (told["covered"], told["of_one_record"]) == (False, None)
 

@@ -238,17 +238,18 @@ def test_prompts_that_cannot_be_are_refused(tmp_path: Path, text: str, said: str
     ],
 )
 def test_a_prompt_that_no_part_meets_is_told_of(
-    plane: int | None, point: tuple[float, float], said: str, tmp_path: Path
+    plane: int | None, point: tuple[float, float], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = Input(tmp_path / "a.png", "a.png")
     opened: Any = SimpleNamespace(config=SimpleNamespace(task=SimpleNamespace(prompt="point", classes=["disc"])))
     tiles = [Item(one.path, None, tile=(x, 0, 20, 20)) for x in (0, 20)]
+    monkeypatch.setattr("consilium.use.predictor.expand", lambda *_: SimpleNamespace(splits={"test": tuple(tiles)}))
     predictor = Predictor(opened, 1, {("a.png", plane, "disc"): point, ("b.png", 7, "disc"): (1.0, 1.0)})
     if not said:
-        predictor._check_prompts_used(one, tiles)
+        assert predictor.parts(one) == tiles
         return
     with pytest.raises(DataError, match=f"the point of 'disc' {said}"):
-        predictor._check_prompts_used(one, tiles)
+        predictor.parts(one)
 
 
 def test_a_point_says_what_is_asked_for_in_the_pictures_own_pixels(

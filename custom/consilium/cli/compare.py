@@ -63,7 +63,11 @@ def compare(
 ) -> None:
     """Compare runs: means over sites and seeds, paired tests, ranks, bytes, seconds, epsilon, pictures."""
     runs = [(path if path.exists() or "=" not in path.name else cell_folder(path)) for path in runs]
-    study = load(runs[0], study_size(smoke, small), workspace) if _is_study(runs) else None
+    named = [path for path in runs if not path.is_dir() and (path.suffix in YAML or not path.is_file())]
+    if len(runs) > 1 and named:
+        raise ConfigError(f"{named[0]}: no folder of a run; give folders of runs, or one study and nothing else")
+    of_study = len(runs) == 1 and not runs[0].is_dir()
+    study = load(runs[0], study_size(smoke, small), workspace) if of_study else None
     groups, notes, published = _study_groups(study, runs[0], workspace) if study else (*comparable_groups(runs), [])
     notes += [one for group in groups for one in mixed_code_notes(group)]
     stage = Stage(model)
@@ -123,15 +127,6 @@ def comparable_groups(paths: Sequence[Path]) -> tuple[list[Group], list[str]]:
     groups, why = group_comparable(with_short_names(found))
     notes += [f"does not compare with the first run: {one}" for one in why]
     return groups, notes + [one for group in groups for one in group.left]
-
-
-def _is_study(paths: Sequence[Path]) -> bool:
-    """Tell whether `paths` is one study. Raises ConfigError for a study beside other paths."""
-    if len(paths) == 1:
-        return not paths[0].is_dir()
-    if named := [path for path in paths if not path.is_dir() and (path.suffix in YAML or not path.is_file())]:
-        raise ConfigError(f"{named[0]}: no folder of a run; give folders of runs, or one study and nothing else")
-    return False
 
 
 def _study_groups(study: Study, path: Path, workspace: Path | None) -> tuple[list[Group], list[str], list[Published]]:

@@ -106,23 +106,20 @@ def find_data_sets(path: Path, wanted: str | None = None, for_job: bool = False)
         return {path.stem: SiteList(site.dataset_of_list(path), site)}
     if not path.is_dir():
         return _site_data_sets(path.parent.name, path, wanted, for_job)
+    below = list[Path]()
     if not (path / "site.yaml").is_file() and has_classes(path) and not _has_site_files(path):
         below = [one for one in subfolders(path) if _has_site_files(one)]
-    else:
-        below = [] if is_site_folder(path) else _site_folders(path)
+    elif not is_site_folder(path):
+        inside = subfolders(path)
+        below = [one for one in inside if is_site_folder(one)]
+        for one in inside:
+            if one not in below and (what := importable_content(one)):
+                raise DataError(f"{path}: {one.name} holds {what}, and no data list; {import_command(path)} makes the lists")
+        # some imports make the sites' folders one level below
+        below = below or [site for one in inside for site in subfolders(one) if _has_site_files(site)]
     if below:
         return {name: found for one in below for name, found in _site_data_sets(one.name, one, wanted, for_job).items()}
     return _site_data_sets(path.resolve().name, path, wanted, for_job)
-
-
-def _site_folders(path: Path) -> list[Path]:
-    """Return the folders of sites in a folder, or one level below, where some imports make them. Raises DataError."""
-    below = subfolders(path)
-    found = [one for one in below if is_site_folder(one)]
-    for one in below:
-        if one not in found and (what := importable_content(one)):
-            raise DataError(f"{path}: {one.name} holds {what}, and no data list; {import_command(path)} makes the lists")
-    return found or [site for one in below for site in subfolders(one) if _has_site_files(site)]
 
 
 def _has_site_files(folder: Path) -> bool:

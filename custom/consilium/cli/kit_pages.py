@@ -228,10 +228,15 @@ class Run(NamedTuple):
 
 def _site_sections(kit: Path) -> Iterator[Section]:
     records = find_site_records(kit)
-    runs = [_read_run(folder) for folder in subfolders(records.root / RUNS)]
-    read = {(own := records.root / audit_log.FILE): _read_record(own)}
-    for run in runs:
-        read |= run.records
+    runs, read = list[Run](), {(own := records.root / audit_log.FILE): _read_record(own)}
+    for folder in subfolders(records.root / RUNS):
+        found = {path: _read_record(path) for path in _record_files(folder)}
+        messages = [one for lines, _ in found.values() for one in lines]
+        messages.sort(key=lambda one: as_finite_float(one.get("time")) or 0.0)
+        states = {state for _, state in found.values()}
+        worst = next((one for one in (RECORD_ALTERED, RECORD_TOO_LARGE) if one in states), UNALTERED)
+        runs.append(Run(folder.name, str(read_json(folder / OWNER).get("submitter", "-")), found, messages, worst))
+        read |= found
     heads = ("run", "state", "from", "first seen", "last message", "cause")
     jobs = list(_job_rows(kit, records, runs, read[own][0]))
     none = [] if jobs else ["No job has come to this site."]
@@ -251,15 +256,6 @@ def _site_sections(kit: Path) -> Iterator[Section]:
 
 def _record_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob(audit_log.FILE) if path.is_file() and not path.is_symlink())
-
-
-def _read_run(folder: Path) -> Run:
-    records = {path: _read_record(path) for path in _record_files(folder)}
-    messages = [one for found, _ in records.values() for one in found]
-    messages.sort(key=lambda one: as_finite_float(one.get("time")) or 0.0)
-    states = {state for _, state in records.values()}
-    worst = next((one for one in (RECORD_ALTERED, RECORD_TOO_LARGE) if one in states), UNALTERED)
-    return Run(folder.name, str(read_json(folder / OWNER).get("submitter", "-")), records, messages, worst)
 
 
 def _read_record(path: Path) -> Record:

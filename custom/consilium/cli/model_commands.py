@@ -10,7 +10,7 @@ import typer
 from pydantic import ValidationError
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
-from consilium.cli.options import CheckpointsOption, Format, FormatOption, emit, progress_bar, show
+from consilium.cli.options import CheckpointsOption, FormatOption, emit, progress_bar, show
 from consilium.client.model_store import UNCOVERED
 from consilium.config.site import SIMULATION, SiteConfig
 from consilium.core.errors import ConfigError, ConsiliumError, raise_first
@@ -22,7 +22,7 @@ from consilium.report.tables import Table, columns, number_text, only_true
 from consilium.tasks.registry import COUNT, HIGH, LOW, TASKS, Scores
 from consilium.tasks.segmentation import PROMPTS
 from consilium.training.device import pick_device
-from consilium.use.attack import AttackResult, attack as attack_model, record_level_epsilon
+from consilium.use.attack import attack as attack_model, record_level_epsilon
 from consilium.use.invert import draw, run_inversion
 from consilium.use.model import (
     Split,
@@ -34,7 +34,7 @@ from consilium.use.model import (
     read_site_config,
 )
 from consilium.use.predict import OutputOptions, predict as predict_inputs
-from consilium.use.predictor import Predictor, Prompts, find_inputs, read_prompts
+from consilium.use.predictor import Predictor, find_inputs, read_prompts
 
 # model options ---------------------------------------------------------------------------------------------------------
 # Options of the commands that open a trained model, and the settings of the site at which they run.
@@ -90,9 +90,17 @@ def predict(
     opened = open_model(model, site, stage, local_site_config(device, checkpoints), best)
     beside: list[Path] = []
     inputs = find_inputs(images, reads_texts(opened.config), out, beside)
-    predictor = Predictor(
-        opened, batch or opened.config.training.batch_size, _read_given_prompts(opened, {"box": boxes, "point": points})
-    )
+    kind, given, prompts = getattr(opened.config.task, "prompt", "none"), {"box": boxes, "point": points}, None
+    takes = PROMPTS[kind].many if kind in PROMPTS else "no prompts"
+    if wrong := [PROMPTS[one].many for one, path in given.items() if one != kind and path is not None]:
+        raise ConfigError(f"--{wrong[0]}: the model takes {takes} (task.prompt: {kind}); leave the {wrong[0]} out")
+    if kind in PROMPTS:
+        if (file := given[kind]) is None:
+            raise ConfigError(
+                f"--{takes}: the model was trained with {takes} as prompts (task.prompt: {kind}); give a CSV file of them"
+            )
+        prompts = read_prompts(file, kind, list(opened.config.task.classes))  # type: ignore[attr-defined]
+    predictor = Predictor(opened, batch or opened.config.training.batch_size, prompts)
     bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with progress_bar("predicting", len(inputs), format, *bar) as advance:
         outcome = predict_inputs(predictor, inputs, OutputOptions(out, overlays, probabilities, force), lambda _: advance())
@@ -109,25 +117,6 @@ def predict(
     emit(told, [rich_line(f"{count}: {out}", limit=4000)], format)
     if bad:
         raise typer.Exit(1)
-
-
-def _read_given_prompts(opened: TrainedModel, given: dict[str, Path | None]) -> Prompts | None:
-    """Return the prompts from the file of the kind that the model takes; None if it takes none.
-
-    `given`: files by kind of prompt. Raises ConfigError if the file is missing, or a file of another kind is given.
-    """
-    kind = getattr(opened.config.task, "prompt", "none")
-    takes = PROMPTS[kind].many if kind in PROMPTS else "no prompts"
-    wrong = [PROMPTS[one].many for one, path in given.items() if one != kind and path is not None]
-    if wrong:
-        raise ConfigError(f"--{wrong[0]}: the model takes {takes} (task.prompt: {kind}); leave the {wrong[0]} out")
-    if kind not in PROMPTS:
-        return None
-    if (path := given[kind]) is None:
-        raise ConfigError(
-            f"--{takes}: the model was trained with {takes} as prompts (task.prompt: {kind}); give a CSV file of them"
-        )
-    return read_prompts(path, kind, list(opened.config.task.classes))  # type: ignore[attr-defined]
 
 
 # evaluate --------------------------------------------------------------------------------------------------------------
@@ -239,7 +228,35 @@ def attack(
     given, name = _find_attacked_site(opened, data, site)
     with tempfile.TemporaryDirectory() as folder, progress_bar("losses", None, format) as advance:
         found = attack_model(opened, given, name, shadows, Path(folder), confidence, advance)
-    _print_attacks(found, opened, format)
+    private = opened.config.privacy
+    unit, delta = ("patient" if private and private.unit == "patient" else "record"), private.delta if private else 1e-5
+    covered = UNCOVERED not in opened.card.notes
+    claim = opened.card.privacy or "none: the model was trained without privacy"
+    promised = record_level_epsilon(opened) if covered else None
+    told = {
+        "model": str(opened.folder),
+        "claim": claim,
+        "covered": covered,
+        "unit": unit,
+        "delta": delta,
+        "of_one_record": promised,
+        "attacks": [asdict(one) for one in found],
+    }
+    rows = [
+        [one.attack, str(one.units), f"{one.auc:.3f}", str(one.guesses), str(one.correct), f"{one.epsilon:.3g}"]
+        for one in found
+    ]
+    heads = columns("attack", f"{unit}s", "AUC", "guesses", "right", "epsilon at least")
+    sure = f"with confidence {found[0].confidence:g} for all {len(found)} bounds together"
+    lines = {
+        f"epsilon of one {unit} at delta {delta:g}, {sure}; an AUC of 0.5 is chance": True,
+        f"promised: {shown(claim, 600)}": covered,
+        f"promised nothing of this model: {UNCOVERED}": not covered,
+        f"that is of the whole site; of one record of it the same noise keeps epsilon {promised or 0:.3g}: compare this": (
+            promised is not None
+        ),
+    }
+    emit(told, [Table(f"{opened.card.job}, {opened.card.name}: who was trained on?", heads, rows), *only_true(lines)], format)
 
 
 def invert(
@@ -285,35 +302,3 @@ def _find_attacked_site(opened: TrainedModel, data: Path | None, site: str | Non
     if site is None and opened.card.site == "":
         raise ConfigError("--site: whose phantoms? Give a site's name, such as site-1")
     return SiteConfig(), site or opened.card.site
-
-
-def _print_attacks(found: list[AttackResult], opened: TrainedModel, format: Format) -> None:
-    private = opened.config.privacy
-    unit, delta = ("patient" if private and private.unit == "patient" else "record"), private.delta if private else 1e-5
-    covered = UNCOVERED not in opened.card.notes
-    claim = opened.card.privacy or "none: the model was trained without privacy"
-    promised = record_level_epsilon(opened) if covered else None
-    told = {
-        "model": str(opened.folder),
-        "claim": claim,
-        "covered": covered,
-        "unit": unit,
-        "delta": delta,
-        "of_one_record": promised,
-        "attacks": [asdict(one) for one in found],
-    }
-    rows = [
-        [one.attack, str(one.units), f"{one.auc:.3f}", str(one.guesses), str(one.correct), f"{one.epsilon:.3g}"]
-        for one in found
-    ]
-    heads = columns("attack", f"{unit}s", "AUC", "guesses", "right", "epsilon at least")
-    sure = f"with confidence {found[0].confidence:g} for all {len(found)} bounds together"
-    lines = {
-        f"epsilon of one {unit} at delta {delta:g}, {sure}; an AUC of 0.5 is chance": True,
-        f"promised: {shown(claim, 600)}": covered,
-        f"promised nothing of this model: {UNCOVERED}": not covered,
-        f"that is of the whole site; of one record of it the same noise keeps epsilon {promised or 0:.3g}: compare this": (
-            promised is not None
-        ),
-    }
-    emit(told, [Table(f"{opened.card.job}, {opened.card.name}: who was trained on?", heads, rows), *only_true(lines)], format)

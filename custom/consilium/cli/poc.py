@@ -93,11 +93,7 @@ def poc(
             federation = LocalFederation(folder, found)
             stack.callback(federation.stop)
             console.print(rich_line(f"{federation.kits}: kits of the server and {', '.join(names)}"))
-            _set_path_and_no_proxy()
-            threads = str(max(1, (os.cpu_count() or 1) // len(names)))  # sites share the cores, unless it is set
-            for one in ("server", *names):
-                federation.start(one, {"OMP_NUM_THREADS": threads} | os.environ)
-            _wait_for_sites(federation)
+            _start_and_wait(federation)
             console.print(
                 rich_line(f"server and {len(names)} sites run and are connected (port {federation.port} of this machine)")
             )
@@ -140,19 +136,19 @@ def _make_folder(folder: Path, is_named: bool) -> Path:
     return place
 
 
-def _set_path_and_no_proxy() -> None:
-    """Set the environment for this process and its children: this Python first in PATH, and no proxy to this machine."""
+def _start_and_wait(federation: LocalFederation) -> None:
+    """Start server and sites, and wait until all sites are connected.
+
+    Raises ConsiliumError if a process ends; and after PATIENCE seconds, UnreachableError if the server does not answer.
+    """
+    # for this process and its children: this Python first in PATH, and no proxy to this machine
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     for name in NO_PROXIES:
         if name == "no_proxy" or name in os.environ:
             os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1", "localhost")))
-
-
-def _wait_for_sites(federation: LocalFederation) -> None:
-    """Wait until all sites are connected.
-
-    Raises ConsiliumError if a process ends; and after PATIENCE seconds, UnreachableError if the server does not answer.
-    """
+    threads = str(max(1, (os.cpu_count() or 1) // len(federation.sites)))  # sites share the cores, unless it is set
+    for name in ("server", *federation.sites):
+        federation.start(name, {"OMP_NUM_THREADS": threads} | os.environ)
     ends = time.monotonic() + PATIENCE
     while True:
         federation.check_alive()

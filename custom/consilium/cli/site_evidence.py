@@ -70,7 +70,22 @@ def evidence(
     if not verify:
         if kit is None:
             raise ConfigError("--kit: give the site's startup kit, whose key signs")
-        attacks = {f"attack-{i + 1}.json": _read_attack(experiment, path) for i, path in enumerate(attack or [])}
+        attacks = dict[str, bytes]()
+        for number, path in enumerate(attack or [], start=1):
+            try:
+                content = path.read_bytes()
+                told = json.loads(content)
+                model, results = Path(told["model"]), told["attacks"]
+            except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+                raise ConfigError(
+                    f"--attack: {path}: cannot be read ({type(error).__name__}); give the output of `consilium privacy attack "
+                    "--format json`"
+                ) from None
+            if experiment not in model.parts or not results:
+                raise ConfigError(
+                    f"--attack: {path}: is of {shown(model, 200)}, no model of run {experiment}; attack one of its"
+                )
+            attacks[f"attack-{number}.json"] = content
         pack(kit, experiment, evidence_files(experiment, kit) | attacks, archive)
     found = {"archive": str(archive)} | verify_archive(archive, root_fingerprint(kit) if kit else fingerprint)
     signed = "the signature and the project's root are right; " if verify else ""
@@ -80,22 +95,6 @@ def evidence(
     of = f"{shown(found['archive'])}: {shown(found['site'])}, run {shown(found['experiment'])}, {found['made']}"
     emit(found | {"intact": whole}, f"{of}: {signed}{chain}", format)
     raise typer.Exit(0 if whole else 1)
-
-
-def _read_attack(experiment: str, path: Path) -> bytes:
-    """Return the bytes of an attack's JSON file. Raises ConfigError if it is no such file, or of another run."""
-    try:
-        content = path.read_bytes()
-        found = json.loads(content)
-        model, attacks = Path(found["model"]), found["attacks"]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ConfigError(
-            f"--attack: {path}: cannot be read ({type(error).__name__}); give the output of `consilium privacy attack --format "
-            "json`"
-        ) from None
-    if experiment not in model.parts or not attacks:
-        raise ConfigError(f"--attack: {path}: is of {shown(model, 200)}, no model of run {experiment}; attack one of its")
-    return content
 
 
 def find_run_paths(experiment: str, kit: Path) -> tuple[Path, Path, Path]:

@@ -28,7 +28,7 @@ from consilium.core.sanitize import count_with_noun, first_names_text, rich_line
 from consilium.report.run_record import orphaned_cells, save_cells
 from consilium.report.tables import Table, duration_text
 from consilium.study.definition import Study, labels_text, load, pick
-from consilium.study.preflight import Planned, Planner
+from consilium.study.preflight import Planner
 from consilium.study.records import CellRecord, current_record, log_of, stored_record
 from consilium.study.runner import StudyView, cells_table, has_other_data, is_restorable, run_study
 
@@ -109,7 +109,18 @@ def study_run(
 def _run(study: Study, only: list[str], given: Given, workers: int, again: bool) -> tuple[int, int]:
     """Run the cells that fit `only`. Return how many are done and how many failed."""
     cells = Planner(given, study.workspace, again).plan(pick(study, only))
-    show(_changed_data(cells, given))
+    stored = [(one, stored_record(one.cell.folder)) for one in cells]
+    moved = [record for one, record in stored if has_other_data(record, one)]
+    # generated data would replace those that the runs have read
+    if given.data is None and (source := next((record.source for record in moved if record.source), "")):
+        raise ConfigError(
+            f"--data: missing; {count_with_noun(len(moved), 'run')} of this study read {source}; add --data "
+            f"{shlex.quote(source)}, or use another --workspace"
+        )
+    if moved:
+        show([_line(f"{count_with_noun(len(moved), 'run')} on other data: moved to set-aside", "yellow")])
+    if back := sum(is_restorable(one) for one, record in stored if record.state != "done" or has_other_data(record, one)):
+        show([_line(f"{count_with_noun(back, 'run')} on these data: restored from set-aside")])
     save_cells(study.workspace, {cell.id: cell.labels for cell in study.cells()})
     there = {
         one.cell.display_name: (record, one.code)
@@ -127,24 +138,6 @@ def _run(study: Study, only: list[str], given: Given, workers: int, again: bool)
         text = f"{cell.display_name}: failed: {ended[cell.id].reason}; its text is in {log_of(cell.folder)}"
         show([_line(text, "red")])
     return done, len(failed)
-
-
-def _changed_data(cells: list[Planned], given: Given) -> Iterator[Text]:
-    """Yield lines that count the runs that are set aside because the data have changed, and those that are restored.
-
-    Raises ConfigError if such runs have read `--data` and the command has none, because generated data would replace theirs.
-    """
-    stored = [(one, stored_record(one.cell.folder)) for one in cells]
-    moved = [record for one, record in stored if has_other_data(record, one)]
-    if given.data is None and (source := next((record.source for record in moved if record.source), "")):
-        raise ConfigError(
-            f"--data: missing; {count_with_noun(len(moved), 'run')} of this study read {source}; add --data "
-            f"{shlex.quote(source)}, or use another --workspace"
-        )
-    if moved:
-        yield _line(f"{count_with_noun(len(moved), 'run')} on other data: moved to set-aside", "yellow")
-    if back := sum(is_restorable(one) for one, record in stored if record.state != "done" or has_other_data(record, one)):
-        yield _line(f"{count_with_noun(back, 'run')} on these data: restored from set-aside")
 
 
 def _outdated_lines(standing: Mapping[str, tuple[CellRecord, str]]) -> Iterator[Text]:

@@ -8,7 +8,7 @@ import typer
 from consilium.cli.options import ASSUMED, TFLOPS, FormatOption, TflopsOption, emit, gpu_hours
 from consilium.core.lazy import call
 from consilium.report.tables import Column, Table
-from consilium.study.definition import Study, load, studies_folder
+from consilium.study.definition import load, studies_folder
 from consilium.study.records import current_record, known_flops
 
 
@@ -18,14 +18,24 @@ def study_list(
     format: FormatOption = "txt",
 ) -> None:
     """List the studies in jobs/studies: what each makes, its cells, how many are done, and estimated GPU hours."""
-    found = [_summary(load(path), count, tflops) for path in sorted(studies_folder().glob("*.yaml"))]
+    found, rows = list[dict[str, Any]](), []
+    for path in sorted(studies_folder().glob("*.yaml")):
+        study = load(path)
+        cells = len(study.unfiltered_grid()) - len(study.excluded())
+        begun = study.cells() if study.workspace.exists() else []  # making the cells of all studies would take long
+        states = Counter(current_record(cell.folder).state for cell in begun)
+        flops = known_flops(study)
+        if flops is None and count:
+            flops = call("consilium.study.preflight:count_and_cache_flops", study)
+        hours = None if flops is None else gpu_hours(flops, tflops)
+        makes, needs = study.config.table or study.config.about, study.config.needs
+        told = {"study": study.name, "table": makes, "needs": needs, "cells": cells, "done": states["done"]}
+        found.append(told | {"failed": states["failed"], "gpu_hours": hours})
+        time = "-" if hours is None else hours_text(hours)
+        rows.append([study.name, makes or "-", str(cells), str(states["done"]), time, needs or "-"])
     heads = [
         Column(one, right=one in ("cells", "done", "GPU h")) for one in ("study", "makes", "cells", "done", "GPU h", "needs")
     ]
-    rows = []
-    for one in found:
-        hours = "-" if one["gpu_hours"] is None else hours_text(one["gpu_hours"])
-        rows.append([one["study"], one["table"] or "-", str(one["cells"]), str(one["done"]), hours, one["needs"] or "-"])
     note = f"GPU h: an estimate, FLOPs at {tflops:g} TFLOP/s; {ASSUMED}. -: not counted, or changed since: --count"
     emit(found, [Table("", heads, rows), note], format)
 
@@ -33,15 +43,3 @@ def study_list(
 def hours_text(hours: float) -> str:
     """Return hours with three significant digits and without an exponent; "< 0.01" for less."""
     return "< 0.01" if 0 < hours < 0.01 else f"{float(f'{hours:.3g}'):,.15g}"
-
-
-def _summary(study: Study, count: bool, tflops: float) -> dict[str, Any]:
-    cells = len(study.unfiltered_grid()) - len(study.excluded())
-    begun = study.cells() if study.workspace.exists() else []  # making the cells of all studies would take long
-    states = Counter(current_record(cell.folder).state for cell in begun)
-    told = {"study": study.name, "table": study.config.table or study.config.about, "needs": study.config.needs}
-    flops = known_flops(study)
-    if flops is None and count:
-        flops = call("consilium.study.preflight:count_and_cache_flops", study)
-    hours = None if flops is None else gpu_hours(flops, tflops)
-    return told | {"cells": cells, "done": states["done"], "failed": states["failed"], "gpu_hours": hours}

@@ -2,7 +2,6 @@
 
 import hashlib
 import sys
-from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,30 +41,23 @@ def plugins_of(config: JobConfig) -> dict[str, str]:
         except PackageNotFoundError:
             points = []
         tops = sorted({point.module.partition(".")[0] for point in points} - {OWN})
-        lines = [
-            f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}\n"
-            for top in tops
-            for name, path in _list_installed_files(top)
-        ]
+        files = list[tuple[str, Path]]()
+        for top in tops:  # a package, or a single module
+            module = sys.modules.get(top)
+            spec = module.__spec__ if module is not None else find_spec(top)
+            folders = [Path(one) for one in (spec.submodule_search_locations or ())] if spec is not None else []
+            if spec is not None and not folders and spec.origin and Path(spec.origin).is_file():
+                files.append((Path(spec.origin).name, Path(spec.origin)))
+            for folder in folders:
+                paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and "__pycache__" not in path.parts]
+                files += [(f"{top}/{path.relative_to(folder).as_posix()}", path) for path in paths]
+        lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}\n" for name, path in files]
         if not lines and tops != []:
             raise ConfigError(
                 f"package {package!r}: its code lies in no folder, so no digest of it can be made; install it unpacked"
             )
         found[package] = f"{version} {hashlib.sha256(''.join(lines).encode()).hexdigest()}"
     return found
-
-
-def _list_installed_files(top: str) -> Iterator[tuple[str, Path]]:
-    """Yield relative names and paths of all files of a package or of a single module, without `__pycache__`."""
-    module = sys.modules.get(top)
-    spec = module.__spec__ if module is not None else find_spec(top)
-    folders = [Path(one) for one in (spec.submodule_search_locations or ())] if spec is not None else []
-    if spec is not None and not folders and spec.origin and Path(spec.origin).is_file():
-        yield Path(spec.origin).name, Path(spec.origin)
-    for folder in folders:
-        for path in sorted(folder.rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts:
-                yield f"{top}/{path.relative_to(folder).as_posix()}", path
 
 
 def _package(kind: type) -> str:

@@ -129,8 +129,23 @@ def spectra(updates: Mapping[str, Update], top: int) -> dict[str, Spectrum]:
 def spectrum(update: Update, top: int) -> Spectrum:
     """Return the first min(top, out, in) triplets."""
     top = min(top, *update.shape)
-    found = _spectrum_of_factors(update, top) if update.dense is None else _spectrum_of_dense(update.dense, top)
-    dtype, left, values, right = update.left.dtype, found.left, found.values, found.right
+    if update.dense is None:
+        (left, upper), (right, lower) = torch.linalg.qr(update.left.double()), torch.linalg.qr(update.right.double().T)
+        core = upper @ lower.T
+        u, values, vt = torch.linalg.svd(core, full_matrices=False)
+        left, values, right = left @ u[:, :top], values[:top], vt[:top] @ right.T
+        energy, error = float(core.square().sum()), 1e-14 * float(upper.norm() * lower.norm())
+    else:
+        whole, few = update.dense.double(), min(update.shape) > SMALL and 4 * top <= min(update.shape)
+        if few and (found := _iterated_triplets(whole, top)) is not None:
+            u, values, vt = found
+        else:
+            wide = whole.shape[0] < whole.shape[1]  # a wide W is transposed, which is twice as fast
+            u, values, vt = torch.linalg.svd(whole.T if wide else whole, full_matrices=False)
+            u, vt = (vt.T, u.T) if wide else (u, vt)
+        energy, error = squared_norm(update.dense), 10 * torch.finfo(whole.dtype).eps * float(values[:1].sum())
+        left, values, right = u[:, :top], values[:top], vt[:top]
+    dtype = update.left.dtype
     if values.numel():  # fix signs, and set values to 0 that are only rounding noise
         largest = left.gather(0, left.abs().argmax(0, keepdim=True))[0]
         real = values > 4 * torch.finfo(dtype).eps * values[0]
@@ -139,27 +154,7 @@ def spectrum(update: Update, top: int) -> Spectrum:
     missing = top - len(values)
     pads = ((left, (0, missing)), (values, (0, missing)), (right, (0, 0, 0, missing)))
     left, values, right = (torch.nn.functional.pad(one, widths) for one, widths in pads)
-    return replace(found, left=left.to(dtype), values=values, right=right.to(dtype))
-
-
-def _spectrum_of_factors(update: Update, top: int) -> Spectrum:
-    (left, upper), (right, lower) = torch.linalg.qr(update.left.double()), torch.linalg.qr(update.right.double().T)
-    core = upper @ lower.T
-    u, values, vt = torch.linalg.svd(core, full_matrices=False)
-    error = 1e-14 * float(upper.norm() * lower.norm())
-    return Spectrum(left @ u[:, :top], values[:top], vt[:top] @ right.T, float(core.square().sum()), error)
-
-
-def _spectrum_of_dense(dense: Tensor, top: int) -> Spectrum:
-    whole, few = dense.double(), min(dense.shape) > SMALL and 4 * top <= min(dense.shape)
-    if few and (found := _iterated_triplets(whole, top)) is not None:
-        u, values, vt = found
-    else:
-        wide = whole.shape[0] < whole.shape[1]  # a wide W is transposed, which is twice as fast
-        u, values, vt = torch.linalg.svd(whole.T if wide else whole, full_matrices=False)
-        u, vt = (vt.T, u.T) if wide else (u, vt)
-    error = 10 * torch.finfo(whole.dtype).eps * float(values[:1].sum())
-    return Spectrum(u[:, :top], values[:top], vt[:top], squared_norm(dense), error)
+    return Spectrum(left.to(dtype), values, right.to(dtype), energy, error)
 
 
 def _iterated_triplets(whole: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -91,11 +91,22 @@ class Registry(Mapping[str, K], Generic[K]):
             raise ConfigError(f"{self.what} {name!r} comes with two packages, {who}; list or install one of them")
         point = found[0]
         if name not in self._added:
-            self._added[name] = _load_kind(point, f"{self.what} {name!r}", self.sort)
+            try:
+                kind: Any = point.load()
+                base = resolve(self.sort)
+                fits = isinstance(kind, base) or (isinstance(kind, type) and issubclass(kind, base))
+                if not fits:
+                    sort = f"the class {kind.__name__}" if isinstance(kind, type) else f"a {type(kind).__name__}"
+                    raise TypeError(f"it names {sort}, and what is wanted is a {self.sort.partition(':')[2]}")
+                _field_names(_section_class(kind))
+            except Exception as error:  # any error, because it is another package's code
+                where = f"{self.what} {name!r}: package {_package_name(point)}, entry point {point.value!r}"
+                why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                raise ConfigError(f"{where}: cannot be loaded ({why}); correct entry point or file") from None
+            self._added[name] = kind
             self.packages[name] = (_package_name(point), point.dist.version if point.dist else "")
-        if (other := self.packages[name][0]) != _package_name(
-            point
-        ):  # loaded for another job of this process with other plugins
+        # it may have been loaded for another job of this process with other plugins
+        if (other := self.packages[name][0]) != _package_name(point):
             raise ConfigError(f"{self.what} {name!r}: this process runs that of package {other} already; start another")
         return self._added[name]
 
@@ -108,23 +119,6 @@ class Registry(Mapping[str, K], Generic[K]):
             return []
         wanted = None if plugins is None else {normalize_name(name) for name in plugins}
         return [p for p in entry_points(group=self.group) if wanted is None or normalize_name(_package_name(p)) in wanted]
-
-
-def _load_kind(point: EntryPoint, what: str, sort: str) -> Any:
-    """Load the kind of an entry point. Raises ConfigError for any error, because it is another package's code."""
-    try:
-        kind = point.load()
-        base = resolve(sort)
-        if not (isinstance(kind, base) or (isinstance(kind, type) and issubclass(kind, base))):
-            found = f"the class {kind.__name__}" if isinstance(kind, type) else f"a {type(kind).__name__}"
-            raise TypeError(f"it names {found}, and what is wanted is a {sort.partition(':')[2]}")
-        _field_names(_section_class(kind))
-    except Exception as error:
-        raise ConfigError(
-            f"{what}: package {_package_name(point)}, entry point {point.value!r}: "
-            f"cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())[:200]}); correct entry point or file"
-        ) from None
-    return kind
 
 
 def _package_name(point: EntryPoint) -> str:
@@ -170,7 +164,14 @@ class KindField:
         try:
             section = _section_class(self.registry.find(name, plugins))
         except KeyError:
-            raise self._unknown_error(name, plugins) from None
+            known = self.registry.known_names(plugins)
+            listed = "" if plugins is None else "; a name of another package needs it under `plugins` of site.yaml"
+            elsewhere = self.registry.elsewhere.get(str(name).lower().replace("_", ""))
+            meant = f" (write {elsewhere})" if elsewhere else did_you_mean(str(name), known)
+            told = f"one of {', '.join(known)}{meant}{listed}"
+            error = PydanticCustomError("kind", "{told}", {"told": told})
+            details = InitErrorDetails(type=error, loc=(self.key,), input=name)
+            raise ValidationError.from_exception_data("kind", [details]) from None
         rest = {key: part for key, part in value.items() if key != self.key}
         made: Any = _type_adapter(section).validate_python(
             rest if self.key not in _field_names(section) else {self.key: name} | rest
@@ -178,15 +179,6 @@ class KindField:
         if (own := getattr(made, self.key, None)) != name:  # job.yaml is written with `own` and read with `name`
             raise ConfigError(f"{self.registry.what} {name!r}: its class has the {self.key} {own!r}; write {name!r} there")
         return made
-
-    def _unknown_error(self, name: object, plugins: Plugins) -> ValidationError:
-        known = self.registry.known_names(plugins)
-        listed = "" if plugins is None else "; a name of another package needs it under `plugins` of site.yaml"
-        own = self.registry.elsewhere.get(str(name).lower().replace("_", ""))
-        meant = f" (write {own})" if own else did_you_mean(str(name), known)
-        told = f"one of {', '.join(known)}{meant}{listed}"
-        error = PydanticCustomError("kind", "{told}", {"told": told})
-        return ValidationError.from_exception_data("kind", [InitErrorDetails(type=error, loc=(self.key,), input=name)])
 
     def _write(self, value: Any, info: SerializationInfo) -> dict[str, Any]:
         section: type = type(value)

@@ -27,15 +27,14 @@ def shown(text: object, limit: int = LIMIT) -> str:
     Blanks of other widths become ordinary ones, and letters without a shape become escapes, too.
     """
     whole = str(text) if not isinstance(text, int) or abs(text) < 10**20 else "a number of over 20 digits"
-    visible = "".join(map(_visible, whole[:limit]))
+    visible = ""
+    for character in whole[:limit]:
+        category = unicodedata.category(character)
+        if category in _HIDDEN or character in _FILLERS:
+            visible += character.encode("unicode_escape", "surrogatepass").decode("ascii")
+        else:
+            visible += " " if category == "Zs" else character
     return visible if len(whole) <= limit else f"{visible}... ({len(whole)} characters)"
-
-
-def _visible(character: str) -> str:
-    category = unicodedata.category(character)
-    if category in _HIDDEN or character in _FILLERS:
-        return character.encode("unicode_escape", "surrogatepass").decode("ascii")
-    return " " if category == "Zs" else character
 
 
 def markdown_cell(text: object, limit: int = LIMIT) -> str:

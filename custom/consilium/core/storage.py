@@ -219,24 +219,22 @@ def make_private_folder(path: Path) -> Path:
 
 def sweep(folder: Path) -> list[Path]:
     """Remove temporary files under `folder` that `write_atomic` left when its process ended; return their paths."""
-    found = [
-        path
-        for path in folder.rglob(".*")
-        if (match := _TEMPORARY.fullmatch(path.name)) and _writer_is_gone(path, int(match[1]))
-    ]
+    found = []
+    for path in folder.rglob(".*"):
+        if (match := _TEMPORARY.fullmatch(path.name)) is None:
+            continue
+        try:  # the process has ended if none has its id, or one that started after the file was written
+            plain = not path.is_symlink() and path.is_file()
+            gone = plain and path.stat().st_mtime < psutil.Process(int(match[1])).create_time()
+        except psutil.NoSuchProcess:
+            gone = True
+        except (psutil.Error, OSError, OverflowError):
+            gone = False
+        if gone:
+            found.append(path)
     for path in found:
         path.unlink(missing_ok=True)
     return found
-
-
-def _writer_is_gone(path: Path, pid: int) -> bool:
-    """Tell whether the process that wrote a temporary file has ended: no process has its id, or one that started later."""
-    try:
-        return not path.is_symlink() and path.is_file() and path.stat().st_mtime < psutil.Process(pid).create_time()
-    except psutil.NoSuchProcess:
-        return True
-    except (psutil.Error, OSError, OverflowError):
-        return False
 
 
 @contextmanager

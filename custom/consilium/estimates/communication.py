@@ -1,6 +1,7 @@
 """Communication and trainable parameters of a job, for its own strategy and all others on the same model."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -131,7 +132,11 @@ def compare(job: Job) -> list[Cost]:
     every = [at_one_rank(one, getattr(adapter, "rank", 1)) for one in fitted]
     plain = {name: tensor for name, tensor in job.initial.items() if not is_strategy_part(name)}
     others = [(one, job.initial if one.traits.parts else plain) for one in every if label_of(one) != label_of(own)]
-    fitting = [(one, tensors) for one, tensors in others if _has_all_roles(one, tensors)]
+    fitting = []
+    for one, tensors in others:
+        with suppress(ConfigError):  # it knows no role for one of the tensors
+            if all(one.role(name, 1, 0) is not None for name in tensors):
+                fitting.append((one, tensors))
     return [own_cost(job), *(cost_of(one, tensors, label_of(one)) for one, tensors in fitting)]
 
 
@@ -165,13 +170,6 @@ def tier_cost(strategy: UnequalRanks, initial: Tensors, tier: Tier, label: str) 
     up = _count(sent.tensors[n] for n in strategy.names(sent.tensors, Role.SHARED, 0, 0))
     down = strategy.download_numbers(sent, site)
     return Cost(label, up, up, down, 4 * up, 4 * down, down)
-
-
-def _has_all_roles(strategy: Strategy, initial: Tensors) -> bool:
-    try:
-        return all(strategy.role(name, 1, 0) is not None for name in initial)
-    except ConfigError:
-        return False
 
 
 def _count(tensors: Iterable[Any]) -> int:

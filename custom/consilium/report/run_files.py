@@ -10,11 +10,11 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import yaml
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from consilium import __version__
 from consilium.config.code_digest import strategy_code_digest
@@ -53,8 +53,19 @@ class RunLog:
         self, folder: Path, config: JobConfig, resume: bool = False, track: Callable[[], Tracker] | None = None
     ) -> None:
         self.folder = make_private_folder(folder)
+        path = folder / "metrics.jsonl"
+        if path.exists() and not resume:
+            raise ConfigError(f"{folder}: holds a run already; resume it, or give the new one another name")
         self._lock = file_lock(folder / LOCK, wait=False)
-        self._file = _open_and_lock(folder / "metrics.jsonl", resume, self._lock)
+        try:
+            self._lock.acquire(MOMENT)  # it ends with the process, also after a crash
+        except Timeout:
+            raise ConfigError(f"{folder}: the run is going on in another process; wait until it has ended") from None
+        except OSError as error:
+            raise ConfigError(f"{folder}: cannot be locked ({error.strerror}); give a folder on another file system") from None
+        self._file = open_private(path, "a" if resume else "x")
+        if resume and not path.read_text(encoding="utf-8").endswith("\n"):
+            self._file.write("\n")  # the last line was cut off by a crash
         self._test_only: set[str] = set()
         self.seeded: set[str] = set()
         """Sites whose noise comes from a seed."""
@@ -222,25 +233,6 @@ class RunLog:
         self._events.setdefault(site, EventFile(self.folder / FOLDER / site)).add_scalars(values, step)
         if self._tracker:
             self._tracker.send_metrics(site, values, step)
-
-
-def _open_and_lock(path: Path, resume: bool, lock: FileLock) -> TextIO:
-    """Open metrics.jsonl for writing, and lock the run. The lock ends with the process, also after a crash.
-
-    Raises ConfigError if there is a run that is not to be resumed, or if the lock cannot be taken.
-    """
-    if path.exists() and not resume:
-        raise ConfigError(f"{path.parent}: holds a run already; resume it, or give the new one another name")
-    try:
-        lock.acquire(MOMENT)
-    except Timeout:
-        raise ConfigError(f"{path.parent}: the run is going on in another process; wait until it has ended") from None
-    except OSError as error:
-        raise ConfigError(f"{path.parent}: cannot be locked ({error.strerror}); give a folder on another file system") from None
-    file = open_private(path, "a" if resume else "x")
-    if resume and not path.read_text(encoding="utf-8").endswith("\n"):
-        file.write("\n")  # the last line was cut off by a crash
-    return file
 
 
 def has_process(folder: Path) -> bool:

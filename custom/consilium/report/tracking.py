@@ -215,11 +215,19 @@ class Tracker:
         if urlparse(self._uri).scheme == "file":
             make_private_folder(Path(url2pathname(urlparse(self._uri).path)))
         from mlflow.entities import Param
+        from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
         client = MlflowClient(self._uri)
-        if (run := self._resume_former_run(client)) is not None:
+        try:
+            run = str(json.loads((self._folder / KEPT).read_text(encoding="utf-8"))["run"])
+            client.update_run(run, "RUNNING")
             return client, run
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":  # it is raised if the run was in another MLflow before
+                raise
         name = self._config.name
         found = client.get_experiment_by_name(name)
         experiment = found.experiment_id if found else client.create_experiment(name)
@@ -230,20 +238,6 @@ class Tracker:
             client.log_batch(run, params=settings[start : start + MOST])
         write_atomic(self._folder / KEPT, json.dumps({"run": run}).encode())
         return client, run
-
-    def _resume_former_run(self, client: Any) -> str | None:
-        from mlflow.exceptions import MlflowException
-
-        try:
-            run = str(json.loads((self._folder / KEPT).read_text(encoding="utf-8"))["run"])
-            client.update_run(run, "RUNNING")
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        except MlflowException as error:
-            if error.error_code == "RESOURCE_DOES_NOT_EXIST":  # the run was in another MLflow before
-                return None
-            raise
-        return run
 
 
 def metric_name(source: str, name: str) -> str:

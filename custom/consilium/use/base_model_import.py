@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -189,25 +189,17 @@ def _load_gguf(source: Path) -> _Source:
             raise CheckpointError(
                 f"SOURCE: {path}: cannot be read ({why}); use a GGUF file of Llama, Qwen, Mistral or Gemma"
             ) from None
-    _check_whole(path, model, loaded["missing_keys"], sizes)
-    model.name_or_path = model.config._name_or_path = path.stem
-    return _Source(model.eval(), tokenizer, told, torch.float32, path.parent)
-
-
-def _check_whole(path: Path, model: PreTrainedModel, missing: Collection[str], sizes: Mapping[str, int]) -> None:
-    """Raise CheckpointError for tensors that a GGUF file lacks, or that `transformers` has ignored without a message.
-
-    `missing`: names of missing tensors. `sizes`: how many numbers each tensor of the file has. The model must have as many
-    numbers as the file.
-    """
-    if missing:
+    if missing := loaded["missing_keys"]:
         raise CheckpointError(f"SOURCE: {path}: lacks {shown(min(missing), 120)!r}, which would be random; fetch it again")
+    # transformers ignores tensors that it does not know without a message, so the model must have as many numbers as the file
     if over := sum(sizes.values()) - sum(parameter.numel() for parameter in model.parameters()):
         where = "of it are left out by transformers" if over > 0 else "of the model are not in it"
         raise CheckpointError(
             f"SOURCE: {path}: {abs(over):,} numbers {where}, so its answers would differ from the original model's; "
             "use the model's original folder"
         )
+    model.name_or_path = model.config._name_or_path = path.stem
+    return _Source(model.eval(), tokenizer, told, torch.float32, path.parent)
 
 
 def _gguf_header(path: Path) -> tuple[dict[str, Any], dict[str, int]]:

@@ -118,24 +118,18 @@ def adapter_folder(path: Path, site: str | None = None, stage: Stage | None = No
     folder = (path / "sites" / site if site is not None else path) / ADAPTERS / f"{stage or Stage.GLOBAL}{BEST if best else ''}"
     if (folder / TENSORS).is_file():
         return folder
-    raise ConfigError(_missing_model_text(path, site, folder))
-
-
-def _missing_model_text(path: Path, site: str | None, folder: Path) -> str:
-    """Return a line that says why a run has no such adapter, and which adapters it has."""
     sites = sites_with_models(path)
     if site is not None and site not in sites:
-        return f"--site {shown(site)}: {path} keeps no model of it; it has: {join_names(sites)}"
+        raise ConfigError(f"--site {shown(site)}: {path} keeps no model of it; it has: {join_names(sites)}")
     there = sorted(p.parent.name for p in folder.parent.glob(f"*/{TENSORS}") if not p.parent.name.startswith("."))
     if there:
-        return f"{folder}: no such model; there is: {join_names(there)}"
+        raise ConfigError(f"{folder}: no such model; there is: {join_names(there)}")
     if sites:
-        return f"{path}: its sites share no whole adapter; give --site, one of: {join_names(sites)}"
-    run = path if (path / VERSIONS).is_file() else path.parent
-    if other := incompatible_version(run):
+        raise ConfigError(f"{path}: its sites share no whole adapter; give --site, one of: {join_names(sites)}")
+    if other := incompatible_version(path if (path / VERSIONS).is_file() else path.parent):
         what = f"{path}: the run is of consilium {other}, whose models {__version__} does not read"
-        return f"{what}; use that version, or run it anew"
-    return f"{path}: keeps no model; give the folder of a run that came to its end, or an adapter folder"
+        raise ConfigError(f"{what}; use that version, or run it anew")
+    raise ConfigError(f"{path}: keeps no model; give the folder of a run that came to its end, or an adapter folder")
 
 
 def sites_with_models(path: Path) -> list[str]:

@@ -195,7 +195,15 @@ class Predictor:
         if self.prompts is not None and not any(name == one.name for name, _, _ in self.prompts):
             many = PROMPTS[self.task.prompt].many
             raise DataError(f"{one.path}: the {many} name no image {shown(one.name, 200)!r}; add one, or leave the picture out")
-        self._check_prompts_used(one, parts)
+        # Raise DataError for a prompt that lies in no part, such as on a missing plane: it would be ignored silently.
+        for name, plane, label in self.prompts or {}:
+            met = (plane in (None, part.slice) and self._prompt(one, part, label) is not None for part in parts)
+            if name == one.name and not any(met):
+                where = "lies outside of it" if plane is None else f"is on slice {plane}, which does not exist"
+                raise DataError(
+                    f"{one.path}: the {self.task.prompt} of {label!r} {where}; count slices from 0, leave slice out for a "
+                    "single picture, and pixels from the left and the top"
+                )
         return parts
 
     def load_parts(self, one: Input, items: Sequence[Item]) -> Iterator[ModelInput]:
@@ -250,17 +258,6 @@ class Predictor:
                 missing = torch.tensor([self._prompt(one, part.item, name) is None for name in self.task.classes])
                 found = found.masked_fill(missing[:, None, None], -1e4)
             yield replace(part, answer=found)
-
-    def _check_prompts_used(self, one: Input, parts: Sequence[Item]) -> None:
-        """Raise DataError for a prompt that lies in no part, such as on a missing plane: it would be ignored silently."""
-        for name, plane, label in self.prompts or {}:
-            met = (plane in (None, part.slice) and self._prompt(one, part, label) is not None for part in parts)
-            if name == one.name and not any(met):
-                where = "lies outside of it" if plane is None else f"is on slice {plane}, which does not exist"
-                raise DataError(
-                    f"{one.path}: the {self.task.prompt} of {label!r} {where}; count slices from 0, leave slice out for a "
-                    "single picture, and pixels from the left and the top"
-                )
 
     def _prompts_for(self, one: Input, item: Item, shape: tuple[int, ...]) -> Tensor | None:
         """Return prompts (C, 4 or 2) in pixels of the model's input, NaN for classes without one. None without prompts."""
@@ -360,17 +357,14 @@ def _open_input(predictor: Predictor, one: Input) -> ModelInput | Iterator[Predi
     try:
         items = predictor.parts(one)
         if len(items) != 1 or items[0].tile is not None:
-            return _predict_alone(predictor, one, items)
+            size = predictor.batch_size
+            batches = (items[start : start + size] for start in range(0, len(items), size))
+            return (found for batch in batches for found in predictor.run_model(list(predictor.load_parts(one, batch))))
         (picture,) = predictor.load_parts(one, items)
     except (DataError, OSError) as error:
         return _raise_when_iterated(error)
     volumes.forget()  # free the file's values: a waiting picture needs its 8-bit image only
     return picture
-
-
-def _predict_alone(predictor: Predictor, one: Input, items: list[Item]) -> Iterator[Prediction]:
-    for start in range(0, len(items), predictor.batch_size):
-        yield from predictor.run_model(list(predictor.load_parts(one, items[start : start + predictor.batch_size])))
 
 
 def _raise_when_iterated(error: Exception) -> Iterator[Prediction]:

@@ -100,7 +100,17 @@ def why_not_comparable(one: RunRecord, other: RunRecord) -> str | None:
             return f"its data at {site} are not those of {one.name}"
     if one.settings.get("data.phantoms.kind") is not None and one.seed != other.seed:
         return None  # each seed draws its own pictures
-    return _why_other_samples(one, other)
+    # different numbers of samples, or different scores of the same frozen model, are signs of different samples
+    same_model = _section(one, "model") == _section(other, "model")
+    for site in sorted(one.latest_scores.keys() & other.latest_scores.keys()):
+        for stage, metric in ((Stage.GLOBAL, COUNT), (Stage.PRETRAINED, one.metric), (Stage.PRETRAINED, "loss")):
+            a, b = one.score(site, stage, metric), other.score(site, stage, metric)
+            if a is None or b is None or (stage is Stage.PRETRAINED and not same_model):
+                continue
+            if abs(a - b) > SAME * max(1.0, abs(a) if metric == "loss" else 1.0):
+                what = "samples scored" if metric == COUNT else f"the pretrained model's {metric}"
+                return f"another test split at {site}: {what} {b:g}, in {one.name} {a:g}"
+    return None
 
 
 def _score_settings(run: RunRecord) -> dict[str, Any]:
@@ -119,23 +129,6 @@ def _sample_settings(run: RunRecord, whole: bool) -> list[Any]:
     most = None if whole else run.settings.get("data.most_training")  # which samples these are depends on the seed
     fields = {k: v for k, v in run.settings.items() if k.startswith(READ) and k not in LEARNING}
     return [run.data[0], fields, most, run.seed if most else None]
-
-
-def _why_other_samples(one: RunRecord, other: RunRecord) -> str | None:
-    """Return at which site two runs were scored on different samples; None if there is no sign of it.
-
-    The signs are different numbers of samples, or different scores of the same frozen model.
-    """
-    models = [_section(run, "model") for run in (one, other)]
-    for site in sorted(one.latest_scores.keys() & other.latest_scores.keys()):
-        for stage, metric in ((Stage.GLOBAL, COUNT), (Stage.PRETRAINED, one.metric), (Stage.PRETRAINED, "loss")):
-            a, b = one.score(site, stage, metric), other.score(site, stage, metric)
-            if a is None or b is None or (stage is Stage.PRETRAINED and models[0] != models[1]):
-                continue
-            if abs(a - b) > SAME * max(1.0, abs(a) if metric == "loss" else 1.0):
-                what = "samples scored" if metric == COUNT else f"the pretrained model's {metric}"
-                return f"another test split at {site}: {what} {b:g}, in {one.name} {a:g}"
-    return None
 
 
 def _section(run: RunRecord, name: str) -> dict[str, Any]:
@@ -171,8 +164,13 @@ def group_comparable(runs: Sequence[RunRecord], absent: Sequence[MissingRun] = (
     constant = {axis for one in every for axis in one if len({other.get(axis) for other in every}) == 1}
     unnamed = data_axes | (set() if constant == {axis for one in every for axis in one} else constant)
     here = [{axis: group[0].labels.get(axis) for axis in data_axes} for group in found]
+    # a group's name: its values on the data axes, or its job's name, or a number; "" for a single group
+    labelled = [", ".join(group[0].labels.get(axis, "") for axis in sorted(data_axes)) for group in found]
+    jobs = [str(group[0].settings["name"]) for group in found]
+    numbers = [f"group {i + 1}" if len(found) > 1 else "" for i in range(len(found))]
+    apart = (names for names in (labelled, jobs) if len(found) > 1 and len(set(names)) == len(names) and all(names))
     made = []
-    for name, group, place in zip(_group_names(found, data_axes), found, here, strict=True):
+    for name, group, place in zip(next(apart, numbers), found, here, strict=True):
         labels = method_labels(group, unnamed)
         named = {}
         for one in (one for one in absent if place.items() <= one.labels.items()):
@@ -192,15 +190,6 @@ def group_comparable(runs: Sequence[RunRecord], absent: Sequence[MissingRun] = (
     lost = [one for one in absent if not any(place.items() <= one.labels.items() for place in here)]
     why += [f"{_join_labels(one.labels)}, seed {one.seed}: {one.why}, nor any other run of its data" for one in lost]
     return made, why
-
-
-def _group_names(groups: Sequence[Sequence[RunRecord]], axes: Iterable[str]) -> list[str]:
-    """Return a name for each group: its values on the data axes, or its job's name, or a number; "" for a single group."""
-    labelled = [", ".join(group[0].labels.get(axis, "") for axis in sorted(axes)) for group in groups]
-    jobs = [str(group[0].settings["name"]) for group in groups]
-    numbers = [f"group {i + 1}" if len(groups) > 1 else "" for i in range(len(groups))]
-    apart = (names for names in (labelled, jobs) if len(groups) > 1 and len(set(names)) == len(names) and all(names))
-    return next(apart, numbers)
 
 
 def _join_labels(labels: Mapping[str, str], unnamed: Iterable[str] = ()) -> str:
