@@ -128,22 +128,17 @@ def find_pairs(
     if not named and len(found) <= len(alone):  # few grey values alone make no mask
         return None
     unused = [mask.path for mask in masks if mask.path not in used]
-    more = {} if pattern in patterns else _numbered_masks(pattern, list(used), unused)
+    more: dict[Path, tuple[Path, ...]] = {}
+    if pattern not in patterns:  # unused masks with the name of a used one and a number at its end, or another number there
+        unnumbered = partial(_NUMBER.sub, "")  # a blank or a sign separates the number from the name
+        cut = unnumbered if _NUMBER.search(pattern.mask) else str
+        own = {(mask.parent, cut(without_ending(mask.name))): mask for mask in used}
+        for path in unused:
+            if base := own.get((path.parent, unnumbered(without_ending(path.name)))):
+                more[base] = (*more.get(base, ()), path)
     taken = {path for paths in more.values() for path in paths}
     others = [one for one in others if not taken.issuperset(mask for _, mask in _pair_by_pattern(one, images, known))]
     return Pairs(pattern, found, alone, [path for path in unused if path not in taken], others, more)
-
-
-def _numbered_masks(pattern: Pattern, masks: Sequence[Path], unused: Sequence[Path]) -> dict[Path, tuple[Path, ...]]:
-    """Return, by used mask, the unused masks with the same name and a number at its end, or with another number there."""
-    unnumbered = partial(_NUMBER.sub, "")  # a blank or a sign separates the number from the name
-    cut = unnumbered if _NUMBER.search(pattern.mask) else str
-    own = {(mask.parent, cut(without_ending(mask.name))): mask for mask in masks}
-    found: dict[Path, tuple[Path, ...]] = {}
-    for path in unused:
-        if mask := own.get((path.parent, unnumbered(without_ending(path.name)))):
-            found[mask] = (*found.get(mask, ()), path)
-    return found
 
 
 def has_pairs(folder: Path, files: Sequence[Path]) -> bool:
