@@ -103,7 +103,10 @@ def read_mnms(source: Path, options: Options) -> ImportResult:
         mask_path, before = path.with_name(f"{code}_sa_gt.nii.gz"), len(found)
         vendor = slug(rows[code]["VendorName"])
         for phase in ("ED", "ES") if mask_path.is_file() else ():
-            frame, name = _frame_number(path, rows[code][phase], phase), f"{code}_{phase}.nii.gz"
+            cell, count, name = rows[code][phase], _open_nifti(path).shape[-1], f"{code}_{phase}.nii.gz"
+            frame = int(float(cell)) if re.fullmatch(r"\d+(\.0*)?", cell.strip()) else -1
+            if not 0 <= frame < count:
+                raise DataError(f"{path}: expected its {phase} frame within 0..{count - 1}; found {cell!r} in the table")
             mask, _ = _mask_with_image_header(path, mask_path, 4, frame)
             image = DerivedFile("images", name, partial(_pack_frame, path, frame))
             label = DerivedFile("masks", name, partial(_pack_labels, path, mask_path, 4, frame))
@@ -117,14 +120,6 @@ def read_mnms(source: Path, options: Options) -> ImportResult:
     notes = [f"{bare} cases without labels are left out"] if bare else []
     notes += [f"{absent} cases of {table.name} have no volume there"] if absent else []
     return ImportResult(found, {"left_ventricle": [1], "myocardium": [2], "right_ventricle": [3]}, notes)
-
-
-def _frame_number(path: Path, cell: str, phase: str) -> int:
-    count = _open_nifti(path).shape[-1]
-    frame = int(float(cell)) if re.fullmatch(r"\d+(\.0*)?", cell.strip()) else -1
-    if not 0 <= frame < count:
-        raise DataError(f"{path}: expected its {phase} frame within 0..{count - 1}; found {cell!r} in the table")
-    return frame
 
 
 def _open_nifti(path: Path) -> Any:
