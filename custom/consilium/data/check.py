@@ -234,22 +234,15 @@ def _compare_traces(traces: Iterable[Trace], training: bool = False) -> Iterator
                 pairs.append((_COPY, trace, seen[trace.marks[0]]))
         if trace.training or not training:
             seen |= {mark: trace for mark in trace.marks if mark not in seen}
-    pairs += [(_LIKE, trace, like) for trace, like in _find_look_alikes(left)]
-    yield from ((kind, f"{one.place}: {one.name} = {other.place}: {other.name}") for kind, one, other in pairs)
-
-
-def _find_look_alikes(traces: list[Trace]) -> Iterator[tuple[Trace, Trace]]:
-    """Yield (picture, earlier picture) pairs that look alike, come from two places, and of which one is trained on.
-
-    A place is a split or a site. Each picture is paired with the earlier one that looks most like it.
-    """
-    known = [trace for trace in traces if trace.hash is not None]
+    # each picture is paired with the earlier one of another place that looks most like it, if one of the two is trained on
+    known = [trace for trace in left if trace.hash is not None]
     hashes = np.frombuffer(b"".join(trace.hash or b"" for trace in known), np.uint64).reshape(len(known), 4)
     groups = {name: number for number, name in enumerate(dict.fromkeys(trace.place for trace in known))}
     places = np.array([groups[trace.place] for trace in known])
-    training = np.array([trace.training for trace in known])
+    trained = np.array([trace.training for trace in known])
     for number, trace in enumerate(known):
-        comparable = (places[:number] != places[number]) & (training[:number] | trace.training)
+        comparable = (places[:number] != places[number]) & (trained[:number] | trace.training)
         apart = np.where(comparable, np.bitwise_count(hashes[:number] ^ hashes[number]).sum(1), _FAR)
         if apart.min(initial=_FAR) <= NEAR:
-            yield trace, known[int(apart.argmin())]
+            pairs.append((_LIKE, trace, known[int(apart.argmin())]))
+    yield from ((kind, f"{one.place}: {one.name} = {other.place}: {other.name}") for kind, one, other in pairs)

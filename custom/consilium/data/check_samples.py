@@ -113,7 +113,15 @@ def check_sample(item: Item, settings: PictureSettings, classes: Classes, size: 
                 present = set().union(*(block.present() for block in images.whole_labels(item, settings)))
                 labels = Labels(values=np.array([sorted(value for value in present if isinstance(value, int))]))
         _add_label(found, item, image, labels, classes)
-        _add_orientation(found, item, image)
+        if image is not None and isinstance(item.label, Path) and not any(map(volumes.is_volume, (item.image, item.label))):
+            # a picture that its EXIF tag turns without a change of its size, and a mask without such a tag
+            way = pictures.exif_orientation(item.image)
+            if way > 1 and (way < 5 or image.shape[0] == image.shape[1]) and pictures.exif_orientation(item.label) == 1:
+                what = (
+                    "its mask is not: it must be drawn on the turned picture; save the picture upright and without the tag, as "
+                    "Python's PIL.ImageOps.exif_transpose does"
+                )
+                found.warnings.append(("turned by its EXIF tag", what))
         if size and found.classes and isinstance(classes, Mapping):
             for part in slices.planes_or_tiles(item, settings):
                 part = part if settings.crop is None else cropped_item(part, settings.crop, SCORED)
@@ -202,19 +210,6 @@ def _add_label(found: SampleReport, item: Item, image: np.ndarray | None, labels
         declared = {0, int(labels.values.max()), *(value for value, _ in item.label_map or ())}
         if what := pictures.why_altered(item.label, labels.values, declared):
             found.warnings.append(("mask with smoothed edges", f"{what}; {UNSMOOTHED}"))
-
-
-def _add_orientation(found: SampleReport, item: Item, image: np.ndarray | None) -> None:
-    """Add a warning for a picture that its EXIF tag turns without a change of its size, and a mask without such a tag."""
-    if image is None or volumes.is_volume(item.image) or not isinstance(item.label, Path) or volumes.is_volume(item.label):
-        return
-    way = pictures.exif_orientation(item.image)
-    if way > 1 and (way < 5 or image.shape[0] == image.shape[1]) and pictures.exif_orientation(item.label) == 1:
-        what = (
-            "its mask is not: it must be drawn on the turned picture; save the picture upright and without the tag, as "
-            "Python's PIL.ImageOps.exif_transpose does"
-        )
-        found.warnings.append(("turned by its EXIF tag", what))
 
 
 def _digest(shape: Sequence[int], parts: Iterable[np.ndarray]) -> str:

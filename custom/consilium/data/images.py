@@ -290,7 +290,13 @@ def augment(sample: Mapping[str, np.ndarray], seed: int, index: int) -> Sample:
     if (gamma, factor, deviation) == (None, None, None):
         image = image.astype(np.float32, order="C")
     else:
-        image = _value_table(image, gamma, factor).take(np.ascontiguousarray(image))
+        values = torch.arange(256.0)  # the new value of each pixel value
+        if gamma is not None:  # acts between the darkest and the brightest value of the image
+            low, high = values[int(image.min())], values[int(image.max())]
+            values = ((values - low).clamp(min=0) / float(high - low + 1e-7)) ** gamma * (high - low) + low
+        if factor is not None:
+            values = values * (1 + factor)
+        image = values.numpy().take(np.ascontiguousarray(image))
         image += 0.0 if deviation is None else state.normal(0.0, deviation, image.shape).astype(np.float32)
         np.clip(image, 0, 255, out=image)
     rest = {key: array.astype(np.float32, order="C") for key, array in placed.items()}
@@ -306,18 +312,3 @@ def _reseed(state: RandomState, seed: int) -> RandomState:
 def _draw_strength(state: RandomState, seed: int, often: float, low: float, high: float) -> float | None:
     """Return the strength of a change, uniform in low..high, with probability `often`; otherwise None, for no change."""
     return state.uniform(low, high) if _reseed(state, seed).rand() < often else None
-
-
-def _value_table(image: np.ndarray, gamma: float | None, factor: float | None) -> np.ndarray:
-    """Return the new value (256,) of each pixel value, by MONAI's formulas.
-
-    `gamma` acts between the darkest and the brightest value of the image.
-    """
-    values = torch.arange(256.0)
-    if gamma is not None:
-        low, high = values[int(image.min())], values[int(image.max())]
-        values = ((values - low).clamp(min=0) / float(high - low + 1e-7)) ** gamma * (high - low) + low
-    if factor is not None:
-        values = values * (1 + factor)
-    curve: np.ndarray = values.numpy()
-    return curve

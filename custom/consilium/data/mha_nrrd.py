@@ -161,26 +161,21 @@ def _read_nrrd(path: Path, head: bytes) -> _Layout:
     raise_first_fault(path, (unknown, f"holds {fields['type']} in encoding {encoding}, {_CONVERT}"))
     sizes = [int(n) for n in fields["sizes"].split()]
     shape, order = volume_shape(path, sizes), ">" if fields.get("endian", "little").lower() == "big" else "<"
-    grid = Grid(shape, _nrrd_affine(path, fields, len(sizes)))
-    return _Layout(np.dtype(order + kind), grid, end.end(), encoding != "raw")
-
-
-def _nrrd_affine(path: Path, fields: dict[str, str], count: int) -> np.ndarray | None:
-    """Return the affine (4, 4) of a NRRD, None if the header has neither space directions nor spacings."""
-    if "space directions" not in fields:
-        if "spacings" not in fields:
-            return None
+    affine = None
+    if "space directions" in fields:
+        space = fields.get("space", "lps" if "space dimension" in fields else "").lower()  # as ITK reads it
+        raise_first_fault(path, (space not in _SPACES, f"lies in a space that is not the patient's, {_CONVERT}"))
+        steps = _read_vectors(fields["space directions"])
+        origin = _read_vectors(fields.get("space origin", "(0,0,0)"))[0]
+        check_spacing(path, "the length of its space directions", np.linalg.norm(steps, axis=1).tolist(), _SPACED)
+        if steps.shape == (2, 3):  # a plane in space: its third step is perpendicular, of 1 mm
+            steps = np.vstack([steps, np.cross(*steps) / np.linalg.norm(np.cross(*steps))])
+        affine = _affine(steps, origin, _SPACES[space])
+    elif "spacings" in fields:
         spacing = np.array(fields["spacings"].split(), np.float64)
         check_spacing(path, "spacings", spacing.tolist(), _SPACED)
-        return _affine(np.diag(spacing), np.zeros(count))
-    space = fields.get("space", "lps" if "space dimension" in fields else "").lower()  # as ITK reads it
-    raise_first_fault(path, (space not in _SPACES, f"lies in a space that is not the patient's, {_CONVERT}"))
-    steps = _read_vectors(fields["space directions"])
-    origin = _read_vectors(fields.get("space origin", "(0,0,0)"))[0]
-    check_spacing(path, "the length of its space directions", np.linalg.norm(steps, axis=1).tolist(), _SPACED)
-    if steps.shape == (2, 3):  # a plane in space: its third step is perpendicular, of 1 mm
-        steps = np.vstack([steps, np.cross(*steps) / np.linalg.norm(np.cross(*steps))])
-    return _affine(steps, origin, _SPACES[space])
+        affine = _affine(np.diag(spacing), np.zeros(len(sizes)))
+    return _Layout(np.dtype(order + kind), Grid(shape, affine), end.end(), encoding != "raw")
 
 
 def _read_vectors(text: str) -> np.ndarray:

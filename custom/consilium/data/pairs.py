@@ -112,7 +112,15 @@ def find_pairs(
     images, masks, named = _roles(folder, files, open_all_files)
     if not images or not masks:
         return None
-    known = _masks_by_name(masks)
+    by_name: dict[str, Path] = {}
+    for own in masks:
+        if (other := by_name.setdefault(own.full, own.path)) != own.path:
+            raise DataError(f"{own.path}: has the same name as {other}; keep one of the two")
+    for own in masks:
+        by_name.setdefault(own.short, own.path)
+    folded = group_by_key((name.casefold(), path) for name, path in by_name.items())
+    # a mask is also known by its lower-case name if no other mask has it
+    known = by_name | {name: paths[0] for name, paths in folded.items() if len(set(paths)) == 1 and name not in by_name}
     asked = {pattern: len(_pair_by_pattern(pattern, images, known)) for pattern in patterns}
     if any(asked.values()):
         pattern, others = max(asked, key=asked.__getitem__), list[Pattern]()
@@ -128,22 +136,17 @@ def find_pairs(
     if not named and len(found) <= len(alone):  # few grey values alone make no mask
         return None
     unused = [mask.path for mask in masks if mask.path not in used]
-    more = {} if pattern in patterns else _numbered_masks(pattern, list(used), unused)
+    more: dict[Path, tuple[Path, ...]] = {}
+    if pattern not in patterns:  # unused masks with the name of a used one and a number at its end, or another number there
+        unnumbered = partial(_NUMBER.sub, "")  # a blank or a sign separates the number from the name
+        cut = unnumbered if _NUMBER.search(pattern.mask) else str
+        bases = {(mask.parent, cut(without_ending(mask.name))): mask for mask in used}
+        for path in unused:
+            if base := bases.get((path.parent, unnumbered(without_ending(path.name)))):
+                more[base] = (*more.get(base, ()), path)
     taken = {path for paths in more.values() for path in paths}
     others = [one for one in others if not taken.issuperset(mask for _, mask in _pair_by_pattern(one, images, known))]
     return Pairs(pattern, found, alone, [path for path in unused if path not in taken], others, more)
-
-
-def _numbered_masks(pattern: Pattern, masks: Sequence[Path], unused: Sequence[Path]) -> dict[Path, tuple[Path, ...]]:
-    """Return, by used mask, the unused masks with the same name and a number at its end, or with another number there."""
-    unnumbered = partial(_NUMBER.sub, "")  # a blank or a sign separates the number from the name
-    cut = unnumbered if _NUMBER.search(pattern.mask) else str
-    own = {(mask.parent, cut(without_ending(mask.name))): mask for mask in masks}
-    found: dict[Path, tuple[Path, ...]] = {}
-    for path in unused:
-        if mask := own.get((path.parent, unnumbered(without_ending(path.name)))):
-            found[mask] = (*found.get(mask, ()), path)
-    return found
 
 
 def has_pairs(folder: Path, files: Sequence[Path]) -> bool:
@@ -252,18 +255,6 @@ def _is_label_picture(path: Path) -> bool:
 
 
 # names: the picture of each mask --------------------------------------------------------------------------------------------
-
-
-def _masks_by_name(masks: Sequence[Names]) -> dict[str, Path]:
-    """Return masks by name, and by the lower-case name if only one mask has it. Raises DataError for two equal names."""
-    found: dict[str, Path] = {}
-    for mask in masks:
-        if (other := found.setdefault(mask.full, mask.path)) != mask.path:
-            raise DataError(f"{mask.path}: has the same name as {other}; keep one of the two")
-    for mask in masks:
-        found.setdefault(mask.short, mask.path)
-    folded = group_by_key((name.casefold(), path) for name, path in found.items())
-    return found | {name: paths[0] for name, paths in folded.items() if len(set(paths)) == 1 and name not in found}
 
 
 def _pair_by_pattern(pattern: Pattern, images: Sequence[Names], known: Mapping[str, Path]) -> list[tuple[Names, Path]]:

@@ -454,16 +454,13 @@ def _read_entries(source: Path) -> tuple[list[Entry], dict[str, Any]]:
             patient, study = (header.patient, header.study) if header else ("", "")
             whose = (("patient", item.patient or pseudonym(patient)), ("study", item.study or pseudonym(study)))
             keys = [("file", str(file.resolve())) for file in files_of(item)] + [pair for pair in whose if pair[1]]
-            found.append(Entry(split, own, tuple(keys), frozenset(_labels_of(item))))
+            labels = set() if item.label is None else {str(item.label)}
+            if isinstance(item.label, Path):
+                resampled = PictureSettings(resample_masks=True)
+                shown = whole_labels(replace(item, affine=item.affine or "sform"), resampled)
+                labels = {str(value) for one in shown for value in one.present() - {0}}
+            found.append(Entry(split, own, tuple(keys), frozenset(labels)))
     volumes.forget()
     if not found:
         raise DataError(f"{source}: holds no samples; give a list with some")
     return found, {key: value for key, value in raw.items() if key not in SPLITS}
-
-
-def _labels_of(item: Item) -> set[str]:
-    if not isinstance(item.label, Path):
-        return set() if item.label is None else {str(item.label)}
-    settings = PictureSettings(resample_masks=True)
-    found = (labels.present() - {0} for labels in whole_labels(replace(item, affine=item.affine or "sform"), settings))
-    return {str(value) for values in found for value in values}

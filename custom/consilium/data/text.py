@@ -184,7 +184,21 @@ def _parse_record(where: str, name: str, read: Any, needs_answer: bool) -> tuple
     """Return a line's record and its form. `needs_answer`: the record needs an answer. A null value counts as absent."""
     raw = {key: value for key, value in read.items() if value is not None} if isinstance(read, dict) else {}
     form = _form_of(where, raw)
-    text = _read_form(where, form, raw) if form else Text("", "", "", ())
+    # the texts and the answer are checked below; `outputs` is empty without an answer
+    if not form:
+        text = Text("", "", "", ())
+    elif form in ("messages", "conversations"):
+        text = _from_messages(where, form, _read_messages(where, form, raw[form]))
+    elif form == "chosen":
+        text = _from_preference(where, raw)
+    elif form == "prompt":
+        text = _from_completion(where, raw, "completion")
+    elif form == "instruction":
+        text = Text("", raw.get("instruction", ""), raw.get("input", ""), (), system=raw.get("system", ""))
+    else:
+        question, answer = FORMS[form][0], raw.get(FORMS[form][1])
+        answer = str(answer) if form == "text" and type(answer) is int else answer
+        text = Text("", raw.get(question, ""), "", () if answer is None else (answer,), system=raw.get("system", ""))
     if not (form and (text.instruction or text.input)):
         if form in ("", "text") and isinstance(read, dict) and "text" in read:
             raise DataError(f"{where}: text: an empty text; write its words, or leave the record out")
@@ -226,21 +240,6 @@ def _form_of(where: str, raw: Mapping[str, Any]) -> str:
     if forms and forms[0] in ("messages", "conversations") and "system" in present:
         raise DataError(f"{where}: system: beside {forms[0]!r}; write it there as the first message, of role system")
     return forms[0] if forms else ""
-
-
-def _read_form(where: str, form: str, raw: Mapping[str, Any]) -> Text:
-    """Return a record of a form, whose texts and answer are not checked yet. `outputs` is empty without an answer."""
-    if form in ("messages", "conversations"):
-        return _from_messages(where, form, _read_messages(where, form, raw[form]))
-    if form == "chosen":
-        return _from_preference(where, raw)
-    if form == "prompt":
-        return _from_completion(where, raw, "completion")
-    question, answer = FORMS[form][0], raw.get(FORMS[form][1])
-    if form == "instruction":
-        return Text("", raw.get(question, ""), raw.get("input", ""), (), system=raw.get("system", ""))
-    answer = str(answer) if form == "text" and type(answer) is int else answer
-    return Text("", raw.get(question, ""), "", () if answer is None else (answer,), system=raw.get("system", ""))
 
 
 def _from_preference(where: str, raw: Mapping[str, Any]) -> Text:

@@ -267,19 +267,15 @@ def wrap_dicom_errors(path: Path) -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f"{path}: cannot be read as DICOM ({_cause_of(error)}); {TAKE_OFF}") from None
-
-
-def _cause_of(error: Exception) -> str:
-    """Return the cause of an error, in words that do not come from the file."""
-    missing = getattr(error, "name", None)
-    if isinstance(error, AttributeError) and isinstance(missing, str) and tag_for_keyword(missing):
-        return f"it has no {missing}"
-    if isinstance(error, MemoryError):
-        return "it takes more memory than there is"
-    if isinstance(error, EOFError | struct.error | zlib.error):
-        return "it is damaged, or ends early"
-    return "an element that is needed is missing, or has a value that the standard does not allow"
+        missing = getattr(error, "name", None)
+        why = "an element that is needed is missing, or has a value that the standard does not allow"
+        if isinstance(error, AttributeError) and isinstance(missing, str) and tag_for_keyword(missing):
+            why = f"it has no {missing}"
+        elif isinstance(error, MemoryError):
+            why = "it takes more memory than there is"
+        elif isinstance(error, EOFError | struct.error | zlib.error):
+            why = "it is damaged, or ends early"
+        raise DataError(f"{path}: cannot be read as DICOM ({why}); {TAKE_OFF}") from None
 
 
 def open_file(path: Path, pixels: bool = False, budget: Budget | None = None) -> Dataset:

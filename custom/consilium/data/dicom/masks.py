@@ -98,11 +98,25 @@ def _structure_name(structure: Dataset) -> str:
 
 
 def _contours_by_plane(path: Path, sequence: Iterable[Dataset], grid: Grid) -> Planes:
-    """Return the closed contours of a structure by plane. Raises DataError for a contour on no plane of the grid."""
+    """Return the closed contours of a structure by plane.
+
+    Raises DataError for a contour on no plane of the grid, and for a number that is too long.
+    """
     found: Planes = {}
     for contour in sequence:
-        if contour.get("ContourGeometricType") not in CLOSED or not len(points := _read_points(path, contour)):
+        if contour.get("ContourGeometricType") not in CLOSED or "ContourData" not in contour:
             continue
+        raw: Any = contour.get_item("ContourData")
+        if not raw.value:
+            continue
+        # the text is parsed here, because pydicom creates an object per number
+        values = raw.value.split(b"\\") if isinstance(raw.value, bytes) else list(raw.value)
+        if isinstance(raw.value, bytes) and max(map(len, values)) > _LONGEST_NUMBER:
+            raise DataError(
+                f"{path}: has a contour with a number of over {_LONGEST_NUMBER} characters; replace it or take it off the list",
+                TOO_LARGE,
+            )
+        points = np.array(values).astype(np.float64).reshape(-1, 3)
         if grid.affine is None or not np.isfinite(points).all():
             raise ValueError("a contour's points lie nowhere")
         own = points * [-1, -1, 1] - grid.affine[:3, 3]  # from DICOM's axes, in mm
@@ -114,23 +128,6 @@ def _contours_by_plane(path: Path, sequence: Iterable[Dataset], grid: Grid) -> P
             raise DataError(f"{path}: has a contour on no plane of its image; give the image it was drawn on")
         found.setdefault(plane, []).append(voxel[:, :2])
     return found
-
-
-def _read_points(path: Path, contour: Dataset) -> np.ndarray:
-    """Return the points (N, 3) of a contour. The text is parsed here, because pydicom creates an object per number.
-
-    Raises DataError for a number that is too long.
-    """
-    raw: Any = contour.get_item("ContourData") if "ContourData" in contour else None
-    if raw is None or not raw.value:
-        return np.zeros((0, 3))
-    values = raw.value.split(b"\\") if isinstance(raw.value, bytes) else list(raw.value)
-    if isinstance(raw.value, bytes) and max(map(len, values)) > _LONGEST_NUMBER:
-        raise DataError(
-            f"{path}: has a contour with a number of over {_LONGEST_NUMBER} characters; replace it or take it off the list",
-            TOO_LARGE,
-        )
-    return np.array(values).astype(np.float64).reshape(-1, 3)
 
 
 def points_inside(polygons: Sequence[np.ndarray], shape: tuple[int, int]) -> np.ndarray:

@@ -146,16 +146,33 @@ def palette_lookup(file: Path, elements: Dataset) -> Callable[[np.ndarray], np.n
 
     Values outside the table get its first or last colour. Raises DataError for tables that are missing, too short or too long.
     """
-    tables = [_table_entries(file, elements, colour) for colour in ("Red", "Green", "Blue")]
+    tables = list[np.ndarray]()
+    for colour in ("Red", "Green", "Blue"):
+        count, _, bits = _read_descriptor(file, elements, colour)
+        if plain := elements.get(f"{colour}PaletteColorLookupTableData"):
+            size = 2 if not isinstance(plain, bytes) or len(plain) >= 2 * count else 1
+            found = _table_words(elements, f"{colour}PaletteColorLookupTableData", size)[:count]
+        else:
+            keyword = f"Segmented{colour}PaletteColorLookupTableData"
+            sizes = (1, 2) if bits == 8 else (2, 1)
+            words = (_table_words(elements, keyword, size).tolist() for size in sizes if elements.get(keyword))
+            expanded = (_expand_segments(one, count) for one in words)
+            found = np.array(next((one for one in expanded if len(one) == count), []), np.int64)
+        if len(found) < count:
+            raise DataError(
+                f"{file}: its palette declares {count:,} colours and contains a different number, or refers to its own "
+                f"segments, which is not read; {_SAVE}, or {TAKE_OFF}"
+            )
+        tables.append(found)
     if len({len(table) for table in tables}) > 1:
         lengths = ", ".join(f"{len(table):,}" for table in tables)
         raise DataError(f"{file}: its palette has {lengths} reds, greens and blues; {_SAVE}")
-    words = np.stack(tables, 1)
-    (_, first, described), most = _read_descriptor(file, elements, "Red"), int(words.max())
+    entries = np.stack(tables, 1)
+    (_, first, described), most = _read_descriptor(file, elements, "Red"), int(entries.max())
     first -= 2**16 if first >= 2**15 and elements.get("PixelRepresentation") else 0
     bits = 16 if most >= _DARK else max(8, most.bit_length())
     bits = described if 8 <= described < 16 and most < 1 << described else bits
-    colours = (words >> (bits - 8)).astype(np.uint8)
+    colours = (entries >> (bits - 8)).astype(np.uint8)
     return lambda stored: colours[(stored.astype(np.int64) - first).clip(0, len(colours) - 1)]
 
 
@@ -166,27 +183,6 @@ def _read_descriptor(file: Path, elements: Dataset, colour: str) -> tuple[int, i
         raise DataError(f"{file}: its palette has no descriptor of {colour.lower()}; {_SAVE}, or {TAKE_OFF}")
     count, first, bits = (int(value) & 0xFFFF for value in found)
     return count or MOST_ENTRIES, first, bits
-
-
-def _table_entries(file: Path, elements: Dataset, colour: str) -> np.ndarray:
-    """Return the words (N,) of one colour's table. Raises DataError."""
-    count, _, bits = _read_descriptor(file, elements, colour)
-    if plain := elements.get(f"{colour}PaletteColorLookupTableData"):
-        size = 2 if not isinstance(plain, bytes) or len(plain) >= 2 * count else 1
-        found = _table_words(elements, f"{colour}PaletteColorLookupTableData", size)[:count]
-    else:
-        keyword = f"Segmented{colour}PaletteColorLookupTableData"
-        sizes = (1, 2) if bits == 8 else (2, 1)
-        expanded = (
-            _expand_segments(_table_words(elements, keyword, size).tolist(), count) for size in sizes if elements.get(keyword)
-        )
-        found = np.array(next((one for one in expanded if len(one) == count), []), np.int64)
-    if len(found) < count:
-        raise DataError(
-            f"{file}: its palette declares {count:,} colours and contains a different number, or refers to its own segments, "
-            f"which is not read; {_SAVE}, or {TAKE_OFF}"
-        )
-    return found
 
 
 def _table_words(elements: Dataset, keyword: str, size: int) -> np.ndarray:

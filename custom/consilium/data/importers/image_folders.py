@@ -96,7 +96,6 @@ def read_site_folders(source: Path, options: Options) -> ImportResult:
             raise DataError(f"{source}: {unread}; {UNREAD}") if unread else wrong_layout(source, LAYOUT)
         sites = {source.resolve().name: whole}
     else:
-        _refuse_patient_folders(source, {name: len(found) for name, (found, _) in sites.items()}, options)
         _refuse_other_folders(source, sites, options)
         left = [one.name for one in asked if one.name not in sites]
         notes += [
@@ -140,21 +139,6 @@ def _selected_folders(source: Path, below: Sequence[Path], options: Options) -> 
     return [one for one in below if one.name in asked]
 
 
-def _refuse_patient_folders(source: Path, counts: Mapping[str, int], options: Options) -> None:
-    """Raise DataError for folders that may be patients instead of sites: very many, or several numbered or nearly empty."""
-    half = sorted(counts.values())[len(counts) // 2]
-    numbered = len({re.sub(r"\d+", "", name) for name in counts}) == 1
-    padded = len(counts) > 1 and numbered and all(map(str.isdecimal, counts)) and any(one.startswith("0") for one in counts)
-    few = padded or (len(counts) >= _MANY and (half <= _FEW or numbered))
-    if options.patient_folders is None and (few or len(counts) >= _MOST) and not any(map(_SITE.search, counts)):
-        names = sorted(counts)
-        raise DataError(
-            f"{source}: holds {len(counts)} folders, {names[0]} to {names[-1]}, half of them with at most {half} samples, "
-            "which may be patients or sites; write which: --patient-folders makes one site of these patients, "
-            "--no-patient-folders a site of each"
-        )
-
-
 def _why_not_sites(sites: Mapping[str, Site]) -> str:
     """Return why the folders taken as sites are probably classes that hold a folder per patient; "" if nothing suggests it.
 
@@ -179,8 +163,22 @@ def _why_not_sites(sites: Mapping[str, Site]) -> str:
 def _refuse_other_folders(source: Path, sites: Mapping[str, Site], options: Options) -> None:
     """Raise DataError for folders that may be something other than sites.
 
-    They are splits beside other folders, folds, classes whose pictures have masks, or classes with folders of patients.
+    They are patients, splits beside other folders, folds, classes whose pictures have masks, or classes with folders of
+    patients.
     """
+    counts = {name: len(found) for name, (found, _) in sites.items()}
+    half = sorted(counts.values())[len(counts) // 2]
+    numbered = len({re.sub(r"\d+", "", name) for name in counts}) == 1
+    padded = len(counts) > 1 and numbered and all(map(str.isdecimal, counts)) and any(one.startswith("0") for one in counts)
+    few = padded or (len(counts) >= _MANY and (half <= _FEW or numbered))
+    # very many folders, or several that are numbered or nearly empty
+    if options.patient_folders is None and (few or len(counts) >= _MOST) and not any(map(_SITE.search, counts)):
+        names = sorted(counts)
+        raise DataError(
+            f"{source}: holds {len(counts)} folders, {names[0]} to {names[-1]}, half of them with at most {half} samples, "
+            "which may be patients or sites; write which: --patient-folders makes one site of these patients, "
+            "--no-patient-folders a site of each"
+        )
     if splits := sorted(filter(_named_split, sites)):
         raise DataError(
             f"{source}: {splits[0]} is called after a split, and {min(set(sites) - set(splits))} beside it is not; "

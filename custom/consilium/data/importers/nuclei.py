@@ -52,7 +52,10 @@ def read_pannuke(source: Path, options: Options) -> ImportResult:
     picture, because patients are not named. Raises DataError for another layout.
     """
     arrays = [path for path in find_files(source, ["images.npy"]) if path.name == "images.npy"]
-    numbers = {path: _fold_number(source, path) for path in arrays}
+    numbers = dict[Path, str]()
+    for path in arrays:  # the number of the fold in the names of its folders, else in the source's name
+        named = re.findall(r"fold[ _-]*(\d+)", str(path.parent.relative_to(source)).lower() or source.name.lower())
+        numbers[path] = named[-1] if named else ""
     published = sorted(numbers.values()) == sorted(FOLDS) and not options.resplit
     values = np.arange(1, len(PANNUKE_TYPES) + 1) if options.types else 1
 
@@ -80,12 +83,6 @@ def read_pannuke(source: Path, options: Options) -> ImportResult:
             found.append(SourceSample(slug(str(tissue)), name, image, label, split=split))
     rotation = "folds 1, 2 and 3 are training, validation and test; --validation and --test are not used"
     return ImportResult(found, _classes(PANNUKE_TYPES, options), [rotation if published else f"pannuke: {NO_PATIENTS}"])
-
-
-def _fold_number(source: Path, path: Path) -> str:
-    """Return the number of the fold in the names of a path's folders below the source, "" without one."""
-    found = re.findall(r"fold[ _-]*(\d+)", str(path.parent.relative_to(source)).lower() or source.name.lower())
-    return found[-1] if found else ""
 
 
 def _load_array(path: Path) -> np.ndarray:

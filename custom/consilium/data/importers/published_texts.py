@@ -86,7 +86,15 @@ class TextSet:
             if path is None and names[-1]:
                 raise wrong_layout(source, self.layout)
             raws = self._raw_records(path) if path else []
-            labels = _labels_beside(path, len(raws)) if path and self.labels else [""] * len(raws)
+            labels = [""] * len(raws)
+            if path and self.labels:
+                beside = path.with_name(f"{path.stem}-labels.lst")
+                if not beside.is_file():
+                    raise DataError(f"{path}: expected {beside.name} beside it; found none; complete the set")
+                labels = read_text(beside, GIVE).split()
+                if len(labels) != len(raws):
+                    count = f"{len(raws)} labels, as many as {path.name} has records"
+                    raise DataError(f"{beside}: expected {count}; found {len(labels)}; {GIVE}")
             for number, ((where, raw), label) in enumerate(zip(raws, labels, strict=True)):
                 if path and (found := self.convert(where, raw, label)):
                     lines.append(TextRecord(self.site, found[0] or f"{path.name}:{number}", found[1], split))
@@ -107,7 +115,13 @@ class TextSet:
             lines = [replace(one, split="test") if one.group in tests else one for one in lines]
         elif self.test_ids:
             notes.append(f"there is no {self.test_ids}: the test split is not the publisher's")
-        return ImportResult(merge_groups_by_prompt(_merge_references(lines) if self.merges_references else lines), None, notes)
+        if self.merges_references:  # the test records of a group become one, whose `outputs` are all their outputs
+            by_group = group_by_key((one.group, one) for one in lines if one.split == "test")
+            lines = [one for one in lines if one.split != "test"]
+            for own in by_group.values():
+                record = {key: value for key, value in own[0].record.items() if key != "output"}
+                lines.append(replace(own[0], record=record | {"outputs": [one.record["output"] for one in own]}))
+        return ImportResult(merge_groups_by_prompt(lines), None, notes)
 
     def _raw_records(self, path: Path) -> list[tuple[str, Record]]:
         """Return (where, record) of a file: CSV, a JSON list or map (its keys become `id`), or JSON lines. Raises DataError."""
@@ -154,17 +168,6 @@ def find_file(source: Path, names: Sequence[str]) -> Path | None:
     return None
 
 
-def _labels_beside(path: Path, count: int) -> list[str]:
-    """Return the `count` labels in NAME-labels.lst beside a file. Raises DataError."""
-    beside = path.with_name(f"{path.stem}-labels.lst")
-    if not beside.is_file():
-        raise DataError(f"{path}: expected {beside.name} beside it; found none; complete the set")
-    labels = read_text(beside, GIVE).split()
-    if len(labels) != count:
-        raise DataError(f"{beside}: expected {count} labels, as many as {path.name} has records; found {len(labels)}; {GIVE}")
-    return labels
-
-
 def merge_groups_by_prompt(lines: Sequence[TextRecord]) -> list[TextRecord]:
     """Return the records with groups merged that share a prompt at a site, so that a prompt is never in two splits."""
     keys = [[(x.site, x.group), (x.site, x.record.get("instruction", ""), x.record.get("input", ""))] for x in lines]
@@ -172,17 +175,6 @@ def merge_groups_by_prompt(lines: Sequence[TextRecord]) -> list[TextRecord]:
     for line, root in zip(lines, first, strict=True):
         least[root] = min(line.group, least.get(root, line.group))
     return [replace(line, group=least[root]) for line, root in zip(lines, first, strict=True)]
-
-
-def _merge_references(lines: Sequence[TextRecord]) -> list[TextRecord]:
-    """Return the records with the test records of each group merged into one, whose `outputs` are all their outputs."""
-    tests = group_by_key((one.group, one) for one in lines if one.split == "test")
-    merged = [
-        replace(own[0], record={**own[0].record, "outputs": [one.record["output"] for one in own]}) for own in tests.values()
-    ]
-    for one in merged:
-        del one.record["output"]
-    return [one for one in lines if one.split != "test"] + merged
 
 
 def _make_record(instruction: str, output: str, text: str = "") -> Record:

@@ -54,7 +54,19 @@ def read_prostate(source: Path, options: Options) -> ImportResult:
             continue
         if there[0].name.lower() != name.lower():
             renamed.append(f"{there[0].name} is {name}")
-        for stem, path, mask_path in _find_cases(there[0]):
+        images, masks = dict[str, Path](), dict[str, Path]()  # segmentations are beside the images, or in a folder labels/
+        for path in find_files(there[0], ENDINGS):
+            stem = path.name.removesuffix(".gz").removesuffix(".nii").lower()
+            is_mask = stem.endswith("_segmentation") or path.parent.name.lower() == "labels"
+            (masks if is_mask else images)[stem.removesuffix("_segmentation")] = path
+        if not images:
+            raise wrong_layout(there[0], "CaseXX.nii.gz with CaseXX_segmentation.nii.gz")
+        if bare := sorted(images.keys() - masks.keys()):
+            raise DataError(
+                f"{images[bare[0]]}: expected its _segmentation.nii.gz beside it, or its name in labels/; found none"
+            )
+        for stem, path in sorted(images.items()):
+            mask_path = masks[stem]
             mask, is_turned = _mask_with_image_header(path, mask_path, 3)
             made = DerivedFile("masks", f"{stem}.nii.gz", partial(_pack_labels, path, mask_path, 3))
             label = made if is_turned else mask_path
@@ -62,23 +74,6 @@ def read_prostate(source: Path, options: Options) -> ImportResult:
                 SourceSample(slug(name), stem, path, label, slice=plane, is_patient=True) for plane in _labelled_planes(mask)
             ]
     return ImportResult(found, {"prostate": [1, 2]}, renamed + ([f"not there: {', '.join(missing)}"] if missing else []))
-
-
-def _find_cases(folder: Path) -> list[tuple[str, Path, Path]]:
-    """Return (name, image, segmentation) of a hospital's cases. Segmentations are beside the images, or in a folder labels/.
-
-    Raises DataError for another layout, or an image without a segmentation.
-    """
-    images, masks = dict[str, Path](), dict[str, Path]()
-    for path in find_files(folder, ENDINGS):
-        stem = path.name.removesuffix(".gz").removesuffix(".nii").lower()
-        is_mask = stem.endswith("_segmentation") or path.parent.name.lower() == "labels"
-        (masks if is_mask else images)[stem.removesuffix("_segmentation")] = path
-    if not images:
-        raise wrong_layout(folder, "CaseXX.nii.gz with CaseXX_segmentation.nii.gz")
-    if bare := sorted(images.keys() - masks.keys()):
-        raise DataError(f"{images[bare[0]]}: expected its _segmentation.nii.gz beside it, or its name in labels/; found none")
-    return [(stem, path, masks[stem]) for stem, path in sorted(images.items())]
 
 
 def read_mnms(source: Path, options: Options) -> ImportResult:
@@ -103,7 +98,10 @@ def read_mnms(source: Path, options: Options) -> ImportResult:
         mask_path, before = path.with_name(f"{code}_sa_gt.nii.gz"), len(found)
         vendor = slug(rows[code]["VendorName"])
         for phase in ("ED", "ES") if mask_path.is_file() else ():
-            frame, name = _frame_number(path, rows[code][phase], phase), f"{code}_{phase}.nii.gz"
+            cell, count, name = rows[code][phase], _open_nifti(path).shape[-1], f"{code}_{phase}.nii.gz"
+            frame = int(float(cell)) if re.fullmatch(r"\d+(\.0*)?", cell.strip()) else -1
+            if not 0 <= frame < count:
+                raise DataError(f"{path}: expected its {phase} frame within 0..{count - 1}; found {cell!r} in the table")
             mask, _ = _mask_with_image_header(path, mask_path, 4, frame)
             image = DerivedFile("images", name, partial(_pack_frame, path, frame))
             label = DerivedFile("masks", name, partial(_pack_labels, path, mask_path, 4, frame))
@@ -117,14 +115,6 @@ def read_mnms(source: Path, options: Options) -> ImportResult:
     notes = [f"{bare} cases without labels are left out"] if bare else []
     notes += [f"{absent} cases of {table.name} have no volume there"] if absent else []
     return ImportResult(found, {"left_ventricle": [1], "myocardium": [2], "right_ventricle": [3]}, notes)
-
-
-def _frame_number(path: Path, cell: str, phase: str) -> int:
-    count = _open_nifti(path).shape[-1]
-    frame = int(float(cell)) if re.fullmatch(r"\d+(\.0*)?", cell.strip()) else -1
-    if not 0 <= frame < count:
-        raise DataError(f"{path}: expected its {phase} frame within 0..{count - 1}; found {cell!r} in the table")
-    return frame
 
 
 def _open_nifti(path: Path) -> Any:

@@ -148,17 +148,15 @@ def deal_out_patients(samples: Sequence[Sample], name: str, options: Options) ->
         owner |= {keys[index]: names[turn % len(names)] for turn, index in enumerate(order)}
     if len(owner) < len(names):
         raise DataError(f"--sites: {len(names)} sites need as many patients; the set has {len(owner)}")
-    return [_move_sample(sample, owner[sample.site, sample.group]) for sample in samples]
-
-
-def _move_sample(sample: Sample, site: str) -> Sample:
-    """Return the sample at another site. Its group and files get the old site's name as a prefix, so that no names collide."""
-    moved = replace(sample, site=site, group=f"{sample.site}/{sample.group}")
-    if isinstance(moved, SourceSample) and isinstance(moved.image, DerivedFile):
-        moved = replace(moved, image=replace(moved.image, name=f"{sample.site}-{moved.image.name}"))
-    if isinstance(moved, SourceSample) and isinstance(moved.label, DerivedFile):
-        moved = replace(moved, label=replace(moved.label, name=f"{sample.site}-{moved.label.name}"))
-    return moved
+    found = list[Sample]()
+    for sample in samples:  # its group and files get the old site's name as a prefix, so that no names collide
+        moved = replace(sample, site=owner[sample.site, sample.group], group=f"{sample.site}/{sample.group}")
+        if isinstance(moved, SourceSample) and isinstance(moved.image, DerivedFile):
+            moved = replace(moved, image=replace(moved.image, name=f"{sample.site}-{moved.image.name}"))
+        if isinstance(moved, SourceSample) and isinstance(moved.label, DerivedFile):
+            moved = replace(moved, label=replace(moved.label, name=f"{sample.site}-{moved.label.name}"))
+        found.append(moved)
+    return found
 
 
 def split_site(samples: Sequence[Sample], site: str, options: Options) -> dict[str, list[Sample]]:

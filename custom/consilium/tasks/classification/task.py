@@ -59,7 +59,15 @@ class ClassificationTask(SampledTask):
         self.workers = data.loading.workers
         self.num_samples = len(data.splits["training"])
         self.scored: UnitScores | None = None
-        self._labels = {split: [self._class(item) for item in data.splits[split]] for split in SPLITS}
+        self._labels: dict[str, list[int]] = {split: [] for split in SPLITS}
+        entries = [(split, item) for split in SPLITS for item in data.splits[split]]
+        for split, item in entries:
+            try:
+                self._labels[split].append(class_index(item, self.classes))
+            except UnfitError:  # it has no class of the job
+                if not data.loading.ignore_unfit:
+                    raise
+                self._labels[split].append(NONE)
         labels = torch.tensor([label for label in self._labels["training"] if label != NONE], dtype=torch.long)
         self._balance, self._counts = balance, torch.bincount(labels, minlength=len(classes))
         self._whose = {split: number_groups([bootstrap_unit(item) for item in data.splits[split]]) for split in SPLITS}
@@ -73,15 +81,6 @@ class ClassificationTask(SampledTask):
             lambda item: _check_item(item, self.classes, settings),
             reading_key("classification", settings, image_size, [self.classes, padding]),
         )
-
-    def _class(self, item: Item) -> int:
-        """Return an image's class index. Raises UnfitError if it has none; a list that ignores unfit samples gives NONE."""
-        try:
-            return class_index(item, self.classes)
-        except UnfitError:
-            if not self.data.loading.ignore_unfit:
-                raise
-            return NONE
 
     def _read(self, item: Item, size: int, settings: PictureSettings, padding: Colour) -> Sample:
         """Return the decoded image of an item. Raises DataError if it cannot be read, UnfitError if it has no class."""

@@ -200,18 +200,15 @@ def _boxed(text: str) -> str | None:
 def _spell_in_ascii(text: str) -> str:
     r"""Return a text with digits, minus signs, full-width letters, 1{,}000, 1 000, ½ and \frac12 (as 1/2) in plain ASCII."""
     plain = unicodedata.normalize("NFC", text).translate({0x2212: "-", 0x2013: "-", **_FULL_WIDTH}).replace("{,}", ",")
-    plain = "".join(map(_digit, plain))
+    digits = {ord(one): str(unicodedata.decimal(one)) for one in plain if one.isdecimal()}  # of any script
+    plain = plain.translate(digits)
+    for one in _VULGAR.intersection(plain):
+        fraction = unicodedata.normalize("NFKC", one).replace(chr(0x2044), "/")
+        plain = plain.replace(one, f" {fraction}")
     plain = _GROUPS.sub(lambda match: match[1] + re.sub(r"\D", "", match[2]), plain)
     half = re.sub(r"(\\[dtc]?frac)\s*(\d)", r"\1{\2}", plain)
     whole = re.sub(r"(\\[dtc]?frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}", half)
     return re.sub(r"(?<=(\d))?(-?)\\[dtc]?frac\s*\{\s*(-?)(\d+)\s*\}\s*\{\s*(-?)(\d+)\s*\}", _fraction_text, whole)
-
-
-def _digit(letter: str) -> str:
-    """Return a digit of any script as 0 to 9, and ½ as " 1/2"; any other character unchanged."""
-    if letter.isdecimal():
-        return str(unicodedata.decimal(letter))
-    return f" {unicodedata.normalize('NFKC', letter).replace(chr(0x2044), '/')}" if letter in _VULGAR else letter
 
 
 def _fraction_text(match: re.Match[str]) -> str:

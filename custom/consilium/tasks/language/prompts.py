@@ -74,25 +74,24 @@ class Prompt:
         """
         question = {"role": "user", "content": _message(*_question(text))}
         turns = [*self._earlier_turns(text), question, {"role": "assistant", "content": text.outputs[0].strip()}]
-        parts = self._parts_by_marks(turns) if self.has_generation_marks else self._parts_by_placeholders(turns)
+        if self.has_generation_marks:
+            said, spans = self._render_record(turns, asks=False, marks=True)
+            parts, at = list[tuple[str, bool]](), 0
+            for begin, end in spans:
+                if begin > at or not parts:
+                    parts.append((said[at:begin], False))
+                before = parts.pop()[0] if parts[-1][1] else ""  # two marked parts of one answer
+                parts.append((before + said[begin:end], True))
+                at = end
+            parts.append((said[at:], False))
+        else:
+            parts = self._parts_by_placeholders(turns)
         if not any(learned for _, learned in parts):
             raise _chat_error("the tokenizer's template marks no word of an answer as generated")
         if not text.learns_history:
             last = max(at for at, (_, learned) in enumerate(parts) if learned)
             parts = [(part, learned and at == last) for at, (part, learned) in enumerate(parts)]
         return parts
-
-    def _parts_by_marks(self, turns: Sequence[Mapping[str, str]]) -> list[tuple[str, bool]]:
-        """Return the parts (text, learned) of a conversation by the template's marks."""
-        said, spans = self._render_record(turns, asks=False, marks=True)
-        parts, at = list[tuple[str, bool]](), 0
-        for begin, end in spans:
-            if begin > at or not parts:
-                parts.append((said[at:begin], False))
-            before = parts.pop()[0] if parts[-1][1] else ""  # two marked parts of one answer
-            parts.append((before + said[begin:end], True))
-            at = end
-        return [*parts, (said[at:], False)]
 
     def _parts_by_placeholders(self, turns: Sequence[Mapping[str, str]]) -> list[tuple[str, bool]]:
         """Return the parts (text, learned) of a conversation by placeholders for the answers.

@@ -54,7 +54,7 @@ class LanguageTask:
     - `evaluate: options` adds "accuracy" and "accuracy_norm", see _score_options.
     - `label` adds "accuracy": how often the label in the greedy answer is that of a reference (no label counts as wrong).
     - `exact` adds "exact": how often final answers agree.
-    - `generation` adds NAMES; so does `teacher_forced`, without generated answers, see _teacher_forced.
+    - `generation` adds NAMES; so does `teacher_forced`, without generated answers, see _answer_scores.
     - CUT and CUT_ASKED: the shares of records that were shortened.
 
     Exact, generation and teacher_forced are scored in the final evaluation only, which also adds the number of scored records
@@ -175,7 +175,25 @@ class LanguageTask:
         if not self.has(split):
             return {}
         with evaluating(model):
-            losses, found, ranked = (self._preferences if self._compares else self._likelihood)(model, split, batch_size)
+            parts = _parts(range(len(self._pairs[split])), batch_size)
+            ranked = dict[str, list[float]]()
+            if self._compares:
+                batches = (self._collate_for_loss(split, part) for part in parts)
+                rewards = [reward_margins(model, batch, self.config.beta, token_losses) for batch in batches]
+                margins = torch.cat(rewards).double().cpu()
+                losses = (-F.logsigmoid(margins)).tolist()
+                found = {"loss": sum(losses) / len(losses)}
+                # "preferred": whether the better answer has the higher reward
+                ranked = {"preferred": (margins > 0).double().tolist(), "reward_margin": margins.tolist()}
+            else:
+                losses, means, total, count = list[float](), 0.0, 0.0, 0  # losses: the mean per learned token of each record
+                for part in parts:
+                    summed, learned = token_losses(model, self._collate(split, part), self.config.packed)
+                    of_records = summed.sum(1) / learned.sum(1)
+                    losses, means = losses + of_records.tolist(), means + float(of_records.sum())
+                    total, count = total + float(summed.sum()), count + int(learned.sum())
+                found = {"loss": means / len(losses), "perplexity": math.exp(min(total / count, 700.0))}
+                found |= {"token_loss": total / count, "bits_per_token": total / count / math.log(2)}
             self.scored = self._unit_scores(split, losses) if full else None
             whole, each = self._answer_scores(model, split, batch_size, full)
             each |= ranked
@@ -194,8 +212,19 @@ class LanguageTask:
     ) -> tuple[dict[str, float], dict[str, list[float]]]:
         """Return the scores of answers that `evaluate` asks for: (scores of the whole split, scores by record)."""
         if self.kind == "teacher_forced" and full:
-            said, true, accuracy = self._teacher_forced(model, split, batch_size)
-            return accuracy | text_scores.corpus_scores(said, true), text_scores.record_scores(said, true)
+            # A predicted text has at each position the most likely token, given the true tokens before it. The tokens of prompt
+            # and answer are scored, as in the public code of FedHera's authors; "token_accuracy" is over the same tokens.
+            said, true, hits, count = list[str](), list[list[str]](), 0, 0
+            for part in _parts(range(len(self._pairs[split])), batch_size):
+                batch = self._collate(split, part)
+                likely = model(**inputs_of(model, batch), use_cache=False).logits[:, :-1].argmax(-1).cpu()
+                rows, attended = batch["input_ids"][:, 1:], batch["attention_mask"][:, 1:].bool()
+                for guess, row, here in zip(likely, rows, attended, strict=True):
+                    hits, count = hits + int((guess == row)[here].sum()), count + int(here.sum())
+                    said.append(self._encoder.decode(guess[here].tolist()))
+                    true.append([self._encoder.decode(row[here].tolist())])
+            whole = {"token_accuracy": hits / count} | text_scores.corpus_scores(said, true)
+            return whole, text_scores.record_scores(said, true)
         if self.kind == "options":
             return {}, self._score_options(model, split, batch_size)
         if self.kind not in ASKS or not (full or self.kind == "label"):
@@ -262,24 +291,6 @@ class LanguageTask:
             answers += [self._encoder.decode(row) for row in written.tolist()]
         return answers
 
-    def _teacher_forced(
-        self, model: nn.Module, split: str, batch_size: int
-    ) -> tuple[list[str], list[list[str]], dict[str, float]]:
-        """Return (predicted texts, true texts, token accuracy) by teacher forcing, without generating answers.
-
-        A predicted text has at each position the most likely token, given the true tokens before it. The tokens of prompt and
-        answer are scored, as in the public code of FedHera's authors; "token_accuracy" is over the same tokens.
-        """
-        said, true, hits, count = list[str](), list[list[str]](), 0, 0
-        for part in _parts(range(len(self._pairs[split])), batch_size):
-            batch = self._collate(split, part)
-            likely = model(**inputs_of(model, batch), use_cache=False).logits[:, :-1].argmax(-1).cpu()
-            for guess, row, here in zip(likely, batch["input_ids"][:, 1:], batch["attention_mask"][:, 1:].bool(), strict=True):
-                hits, count = hits + int((guess == row)[here].sum()), count + int(here.sum())
-                said.append(self._encoder.decode(guess[here].tolist()))
-                true.append([self._encoder.decode(row[here].tolist())])
-        return said, true, {"token_accuracy": hits / count}
-
     def examples(self, model: nn.Module, split: str) -> None:
         """Return None, because the task has no pictures."""
 
@@ -300,33 +311,6 @@ class LanguageTask:
         names = tuple(text.name for text in self.data.splits[split])
         learned = {"sequence": "loss per token", "answer": "loss per answer token", "preference": "loss"}[self.config.learn]
         return UnitScores(score or learned, lower, names, tuple(values), tuple(range(len(names))))
-
-    def _preferences(
-        self, model: nn.Module, split: str, batch_size: int
-    ) -> tuple[list[float], dict[str, float], dict[str, list[float]]]:
-        """Return (loss per record, split scores, scores per record).
-
-        The scores per record are "preferred", whether the better answer has the higher reward, and "reward_margin".
-        """
-        parts = _parts(range(len(self._pairs[split])), batch_size)
-        margins = [reward_margins(model, self._collate_for_loss(split, part), self.config.beta, token_losses) for part in parts]
-        found = torch.cat(margins).double().cpu()
-        losses = (-F.logsigmoid(found)).tolist()
-        ranked = {"preferred": (found > 0).double().tolist(), "reward_margin": found.tolist()}
-        return losses, {"loss": sum(losses) / len(losses)}, ranked
-
-    def _likelihood(
-        self, model: nn.Module, split: str, batch_size: int
-    ) -> tuple[list[float], dict[str, float], dict[str, list[float]]]:
-        """Return (mean loss per learned token for each record, split scores, {}); the last as `_preferences` has it."""
-        each, means, total, count = list[float](), 0.0, 0.0, 0
-        for part in _parts(range(len(self._pairs[split])), batch_size):
-            losses, learned = token_losses(model, self._collate(split, part), self.config.packed)
-            of_records = losses.sum(1) / learned.sum(1)
-            each, means = each + of_records.tolist(), means + float(of_records.sum())
-            total, count = total + float(losses.sum()), count + int(learned.sum())
-        per_token = {"token_loss": total / count, "bits_per_token": total / count / math.log(2)}
-        return each, {"loss": means / len(each), "perplexity": math.exp(min(total / count, 700.0)), **per_token}, {}
 
     def _right_answers(self, text: Text) -> frozenset[str]:
         """Return a record's right answers, see `right_answers`; none for an unfit record where unfit samples are ignored."""

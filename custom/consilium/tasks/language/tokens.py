@@ -127,7 +127,17 @@ class Encoder:
     def _encode_conversation(self, text: Text) -> Encoded:
         """Return a whole chat. Answers of earlier turns are learned too if the record says so."""
         parts = self._prompt.conversation_parts(self._split_names_in_record(text))
-        pairs = self._tokenize_whole(parts) or [
+        said, pairs = "".join(part for part, _ in parts), list[tuple[int, bool]]()
+        if BREAK not in said and self.tokenizer.is_fast:  # tokenize at once; a token that overlaps a learned part is learned
+            with replace_tokenizer_errors():
+                read = self.tokenizer(said, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            at, spans = 0, list[tuple[int, int]]()
+            for part, learned in parts:
+                spans += [(at, at + len(part))] if learned else []
+                at += len(part)
+            places = zip(read.input_ids, read.offset_mapping, strict=True)
+            pairs = [(token, any(begin < to and start < end for begin, end in spans)) for token, (start, to) in places]
+        pairs = pairs or [  # names of special tokens are split, or the tokenizer has no token offsets
             (token, learned)
             for part, learned in parts
             # a blank before an answer belongs to the answer, see Prompt
@@ -158,23 +168,6 @@ class Encoder:
     def _with_begin_tokens(self, tokens: list[int]) -> list[int]:
         """Return the tokens with the begin tokens before them, unless a chat template has already written these."""
         return tokens if tokens[: len(self._begin)] == self._begin else [*self._begin, *tokens]
-
-    def _tokenize_whole(self, parts: Sequence[tuple[str, bool]]) -> list[tuple[int, bool]]:
-        """Return (token, learned) for a whole text tokenized at once. A token that overlaps a learned part is learned.
-
-        Return [] if names of special tokens had to be split, or for a tokenizer without token offsets.
-        """
-        said = "".join(part for part, _ in parts)
-        if BREAK in said or not self.tokenizer.is_fast:
-            return []
-        with replace_tokenizer_errors():
-            read = self.tokenizer(said, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        at, spans = 0, list[tuple[int, int]]()
-        for part, learned in parts:
-            spans += [(at, at + len(part))] if learned else []
-            at += len(part)
-        places = zip(read.input_ids, read.offset_mapping, strict=True)
-        return [(token, any(begin < to and start < end for begin, end in spans)) for token, (start, to) in places]
 
     def _split_names_in_record(self, text: Text) -> Text:
         """Return a record with all names of special tokens in its texts split by BREAK."""

@@ -53,7 +53,12 @@ class SeeingEncoder(Encoder):
 
     def prompt(self, text: Text, most: int) -> tuple[list[int], bool]:
         """See Encoder. Raises UnfitError for a record that contains the picture's token, or is too long for its picture."""
-        found, cut = super().prompt(self._marked(text), most)
+        text = _without_mark(text)
+        if self._in_turn and text.instruction:  # a chat has MARK before the user's text
+            text = replace(text, instruction=MARK + text.instruction)
+        elif self._in_turn:
+            text = replace(text, input=MARK + text.input)
+        found, cut = super().prompt(text, most)
         if found.count(self._seen.token) != self._seen.ids.count(self._seen.token):
             raise UnfitError(
                 f"{text.name}: has words that stand for a picture, or is too long to keep its own; remove them, shorten it, or "
@@ -71,15 +76,6 @@ class SeeingEncoder(Encoder):
     def option(self, words: str) -> list[int]:
         """See Encoder."""
         return super().option(words.replace(MARK, ""))
-
-    def _marked(self, text: Text) -> Text:
-        """Return a record with MARK before the user's text, if it is a chat."""
-        text = _without_mark(text)
-        if not self._in_turn:
-            return text
-        return (
-            replace(text, instruction=MARK + text.instruction) if text.instruction else replace(text, input=MARK + text.input)
-        )
 
     def _token_ids(self, text: str) -> list[int]:
         """Return a text's token ids, with the picture's token ids in the place of MARK."""

@@ -151,26 +151,23 @@ class SegmentationTask(SampledTask):
             return {}
         found, table = units.scores()
         self.scored = self._unit_scores(items, found, units.shown, table["dice"]) if full else None
-        closing = count_and_intervals(found, table) | self._count_too_small(split) if full else {}
         result = {"loss": losses / count}
         for metric, values in table.items():  # the means per class over the units where it is defined, and the mean of these
             by_class = {c: float(values[:, i].nanmean()) for i, c in enumerate(self.classes)}
             known = {c: v for c, v in by_class.items() if not np.isnan(v)}
             result |= {f"{metric}/{c}": v for c, v in known.items()}
             result |= {metric: sum(known.values()) / len(known)} if known else {}
-        return result | closing
-
-    def _count_too_small(self, split: str) -> dict[str, float]:
-        """Return the counts of too small structures for all splits.
-
-        For a list that ignores unfit samples only those of `split` are returned, because such a job protects training pictures.
-        """
+        if not full:
+            return result
+        # Too small structures of all splits are counted. A job whose list ignores unfit samples protects training pictures: its
+        # counts are of `split` alone.
         told = {split} if self.data.loading.ignore_unfit else set(SPLITS)
-        return {
+        too_small = {
             f"{TOO_SMALL}/{where}/{name}": float(n)
             for (where, name), n in self._samples.vanished_classes.items()
             if where in told
         }
+        return result | count_and_intervals(found, table) | too_small
 
     def _unit_scores(self, items: Sequence[Item], units: Sequence[Item], shown_by: Sequence[Item], dice: Tensor) -> UnitScores:
         """Return each unit's mean Dice over its classes.
@@ -210,20 +207,18 @@ class SegmentationTask(SampledTask):
         pictures, references, dice = shown["image"].byte(), shown["label"].bool(), torch.stack(each).nanmean(1)
         longest = max(max(cropped_shape(item, self.settings)) for item in items)
         if self.scores.grid == "original" and (side := min(DRAWN, longest)) > self.size:
-            drawn = [self._at_size(item, one[0], side) for item, one in zip(items, logits, strict=True)]
+            drawn = []
+            for item, one in zip(items, logits, strict=True):  # the file's masks and the predicted ones, at this side
+                if (item, side) not in self._pictures:
+                    self._pictures[item, side] = read_picture(item, side, self.settings, self._padding)
+                masks = np.stack([resize_labels(mask, side, self.settings) for mask in self._masks(item).numpy()])
+                rows, columns = self._size_without_padding(item)
+                height, width = unpadded_size(cropped_shape(item, self.settings), side, self.settings)
+                enlarged = torch.zeros(masks.shape, dtype=torch.bool)
+                enlarged[:, :height, :width] = _enlarged_mask(one[0, :, :rows, :columns], (height, width))
+                drawn.append((self._pictures[item, side], torch.from_numpy(masks), enlarged))
             pictures, references, guess = map(torch.stack, zip(*drawn, strict=True))
         return Segmented(pictures, references, guess, dice, tuple(self.classes), GRIDS[self.scores.grid])
-
-    def _at_size(self, item: Item, logits: Tensor, side: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a picture (3, side, side), its masks (C, side, side) from its file, and the predicted masks of its logits."""
-        if (item, side) not in self._pictures:
-            self._pictures[item, side] = read_picture(item, side, self.settings, self._padding)
-        masks = np.stack([resize_labels(mask, side, self.settings) for mask in self._masks(item).numpy()])
-        rows, columns = self._size_without_padding(item)
-        height, width = unpadded_size(cropped_shape(item, self.settings), side, self.settings)
-        guess = torch.zeros(masks.shape, dtype=torch.bool)
-        guess[:, :height, :width] = _enlarged_mask(logits[:, :rows, :columns], (height, width))
-        return self._pictures[item, side], torch.from_numpy(masks), guess
 
     def _forward(self, model: nn.Module, batch: Batch, may_cache: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return logits, labels and the mask of annotated classes. `may_cache`: pictures repeat, so embeddings are cached."""

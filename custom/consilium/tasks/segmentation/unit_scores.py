@@ -77,26 +77,21 @@ def distances(guess: np.ndarray, reference: np.ndarray, spacing: Sequence[float]
     if not guess.any():
         far = float(np.float32(np.sqrt(sum((n * step) ** 2 for n, step in zip(guess.shape, spacing, strict=True)))))
         return far, far
-    cut = _box(guess | reference)
-    padded, step = [np.pad(mask[cut], 1) for mask in (guess, reference)], np.asarray(spacing, dtype=np.float64)
+    both, axes = guess | reference, range(guess.ndim)
+    cut = []
+    for axis in axes:  # the smallest box around both masks has all surfaces, and most of a volume is outside of it
+        there = np.flatnonzero(both.any(axis=tuple(other for other in axes if other != axis)))
+        cut.append(slice(there[0], there[-1] + 1))
+    padded, step = [np.pad(mask[tuple(cut)], 1) for mask in (guess, reference)], np.asarray(spacing, dtype=np.float64)
     surfaces = [np.argwhere(mask ^ binary_erosion(mask)) * step for mask in padded]  # voxels at a border, (V, axes)
-    both = [_nearest(*surfaces), _nearest(*reversed(surfaces))]
-    percentiles = [np.quantile(one.numpy(), 0.95) if one.numel() > _MOST_SORTED else torch.quantile(one, 0.95) for one in both]
-    return max(map(float, percentiles)), float(torch.cat(both).mean())
+    apart = [_nearest(*surfaces), _nearest(*reversed(surfaces))]
+    percentiles = [np.quantile(one.numpy(), 0.95) if one.numel() > _MOST_SORTED else torch.quantile(one, 0.95) for one in apart]
+    return max(map(float, percentiles)), float(torch.cat(apart).mean())
 
 
 def _nearest(these: np.ndarray, others: np.ndarray) -> Tensor:
     """Return the distance of each point of `these` to the nearest point of `others`, float32."""
     return torch.from_numpy(KDTree(others, leafsize=32).query(these)[0]).float()
-
-
-def _box(mask: np.ndarray) -> tuple[slice, ...]:
-    """Return the smallest box around a mask. It contains all surfaces, and most of a volume is outside of it."""
-    found = []
-    for axis in range(mask.ndim):
-        there = np.flatnonzero(mask.any(axis=tuple(other for other in range(mask.ndim) if other != axis)))
-        found.append(slice(there[0], there[-1] + 1))
-    return tuple(found)
 
 
 # units -----------------------------------------------------------------------------------------------------------------
@@ -232,17 +227,16 @@ def count_and_intervals(items: Sequence[Item], table: Row) -> dict[str, float]:
     known = {name: sum_by_group((~values.isnan()).numpy().astype(float), whose) for name, values in table.items()}
 
     def means(weights: np.ndarray) -> dict[str, np.ndarray]:
-        return {name: _mean_of_known(weights @ sums[name], weights @ known[name]) for name in table}
+        found = {}
+        for name in table:  # the mean over the classes that have a score in a sample of patients; NaN if none has
+            total, count = weights @ sums[name], weights @ known[name]
+            there = count > 0
+            each = np.divide(total, count, out=np.zeros_like(total), where=there)
+            classes = there.sum(1)
+            found[name] = np.divide(each.sum(1), classes, out=np.full(len(classes), np.nan), where=classes > 0)
+        return found
 
     return {COUNT: float(scored)} | intervals(int(whose.max()) + 1, means)
-
-
-def _mean_of_known(total: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """Return the means (B,) over classes of sums (B, C) divided by counts (B, C); NaN if all counts are 0."""
-    there = count > 0
-    each = np.divide(total, count, out=np.zeros_like(total), where=there)
-    classes = there.sum(1)
-    return np.divide(each.sum(1), classes, out=np.full(len(classes), np.nan), where=classes > 0)
 
 
 def _pack_bits(masks: Tensor) -> np.ndarray:
