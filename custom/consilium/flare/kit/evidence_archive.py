@@ -19,7 +19,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import rsa
 from nvflare.fuel.f3.cellnet.identity import get_cert_common_name
@@ -155,7 +154,19 @@ def verify(path: Path, fingerprint: str) -> dict[str, Any]:
             raise ValueError("its key is none that FLARE makes")
     except (ValueError, UnsupportedAlgorithm) as error:
         raise ConfigError(f"{path}: a certificate in it cannot be read ({error})") from None
-    _check_signature(path, manifest, files, own, root)
+    # the site named in the manifest must have signed it, and while its certificate was valid
+    try:
+        verify_cert(own, root.public_key())
+    except InvalidSignature:
+        raise ConsiliumError(f"{path}: {CERTIFICATE} is not signed by its root; the archive is forged") from None
+    if (name := get_cert_common_name(own)) != manifest.site:
+        raise ConsiliumError(f"{path}: says it is {manifest.site}'s, and {name} has signed it; the archive is forged")
+    try:
+        verify_content(files[MANIFEST], files[SIGNATURE], own.public_key())
+    except InvalidSignature:
+        raise ConsiliumError(f"{path}: {MANIFEST} is not as it was signed; the archive was changed") from None
+    if not own.not_valid_before_utc.timestamp() <= manifest.made <= own.not_valid_after_utc.timestamp():
+        raise ConsiliumError(f"{path}: was made outside of the time of its certificate; ask the site for a new one")
     content = {name: body for name, body in files.items() if name not in (MANIFEST, SIGNATURE)}
     found = {name: hashlib.sha256(body).hexdigest() for name, body in content.items()}
     if changed := sorted(name for name, _ in found.items() ^ manifest.files.items()):
@@ -206,21 +217,3 @@ def _read_manifest(path: Path, files: Mapping[str, bytes]) -> Manifest:
     if manifest.format != FORMAT or not all(_SUM.fullmatch(one) for one in manifest.files.values()):
         raise ConfigError(f"{path}: {MANIFEST}: format {manifest.format}, expected {FORMAT}; use the version that wrote it")
     return manifest
-
-
-def _check_signature(
-    path: Path, manifest: Manifest, files: Mapping[str, bytes], own: x509.Certificate, root: x509.Certificate
-) -> None:
-    """Raise ConsiliumError unless the site named in the manifest signed it, and did so while its certificate was valid."""
-    try:
-        verify_cert(own, root.public_key())
-    except InvalidSignature:
-        raise ConsiliumError(f"{path}: {CERTIFICATE} is not signed by its root; the archive is forged") from None
-    if (name := get_cert_common_name(own)) != manifest.site:
-        raise ConsiliumError(f"{path}: says it is {manifest.site}'s, and {name} has signed it; the archive is forged")
-    try:
-        verify_content(files[MANIFEST], files[SIGNATURE], own.public_key())
-    except InvalidSignature:
-        raise ConsiliumError(f"{path}: {MANIFEST} is not as it was signed; the archive was changed") from None
-    if not own.not_valid_before_utc.timestamp() <= manifest.made <= own.not_valid_after_utc.timestamp():
-        raise ConsiliumError(f"{path}: was made outside of the time of its certificate; ask the site for a new one")
