@@ -437,12 +437,17 @@ def test_renewed_site_stays_after_restart(server: Path, kit: Path, new: Path, mo
         refused = FLContext()
         assert restarted.heartbeat("new token", "clinic", "clinic", refused) is False
         assert REFUSED in refused.get_prop(FLContextKey.UNAUTHENTICATED), check
-    before = (server / STATE / READMITTED).read_text()
+    before, revoked = (server / STATE / READMITTED).read_text(), (server / "local" / revocation.FILE).read_text()
+    (server / "local" / revocation.FILE).write_text(json.dumps({"clinic": {"until": cut}}))
     with monkeypatch.context() as patched:
         patched.setattr(revocation_check, "read_json", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
-        check = started(server)
-        check._store_readmission("other", cut, "a token")
+        started(server)
+        shows(server, new)
+        manager.clients["a token"], admitted = Client("clinic", "a token"), FLContext()
+        manager.heartbeat("a token", "clinic", "clinic", admitted)
+        assert admitted.get_prop(FLContextKey.UNAUTHENTICATED) is None
     assert (server / STATE / READMITTED).read_text() == before
+    (server / "local" / revocation.FILE).write_text(revoked)
     for damage in ("{", "[]", '{"clinic": 1}'):
         (server / STATE / READMITTED).write_text(damage)
         assert restarted.heartbeat("new token", "clinic", "clinic", FLContext()) is False

@@ -118,9 +118,25 @@ def check_privacy(config: JobConfig, strategy: Strategy, initial: Tensors, sourc
         return
     parts = [(name, getattr(config.task, name, None)) for name in ("slices", "tiles")]
     thinned = [name for name, part in parts if config.dpsgd and part and part.empty != "keep"]
-    uncharged = _uncharged_work_reason(strategy) if config.dpsgd else ""
-    distributed = config.dpsgd is not None and config.dpsgd.trust != "local"
-    undone = _distributed_dpsgd_refusal_reason(strategy, initial) if distributed else ""
+    uncharged = undone = ""
+    if config.dpsgd:
+        own = type(strategy).local_update is not Strategy.local_update
+        reads = traits.probe_fraction or traits.fits_after_last_round or FEATURE_SHIFT in traits.parts
+        compares = traits.interpolation and traits.interpolation.examples
+        if traits.refuses_records:
+            uncharged = traits.refuses_records
+        elif reads or compares or (own and not traits.fits_only):
+            more = "more with records than privacy.unit record or patient charges"
+            uncharged = f"strategy.name: {strategy.name!r} does {more}; use fedit"
+    if config.dpsgd and config.dpsgd.trust != "local":
+        halves = ("receive", "local_update", "aggregate")
+        changed = [half for half in halves if getattr(type(strategy), half) is not getattr(Strategy, half)]
+        sums_more = traits.parts or traits.ranks_differ or traits.scales_adapter or traits.fits != 1 or traits.needs == "sites"
+        if keeps_local(strategy, initial):
+            undone = "keeps tensors at their sites, and DP-SGD over all sites trains shared ones only"
+        elif changed or sums_more:
+            what = f"({changed[0]}) " if changed else ""
+            undone = f"does more {what}than to sum gradients, which is all that DP-SGD over all sites does"
     problems = {
         f"privacy: {who} pools all sites' data; remove the section": traits.pools_data,
         uncharged: uncharged,
@@ -131,30 +147,6 @@ def check_privacy(config: JobConfig, strategy: Strategy, initial: Tensors, sourc
         "local": privacy.unit == "site" and traits.needs == "sites" and privacy.trust != "local",
     }
     refuse_first(source, problems)
-
-
-def _uncharged_work_reason(strategy: Strategy) -> str:
-    """Return why record- and patient-level privacy do not cover all of a strategy's work at a site; "" if they do."""
-    traits, own = strategy.traits, type(strategy).local_update is not Strategy.local_update
-    reads = traits.probe_fraction or traits.fits_after_last_round or FEATURE_SHIFT in traits.parts
-    compares = traits.interpolation and traits.interpolation.examples
-    if traits.refuses_records:
-        return traits.refuses_records
-    if reads or compares or (own and not traits.fits_only):
-        return f"strategy.name: {strategy.name!r} does more with records than privacy.unit record or patient charges; use fedit"
-    return ""
-
-
-def _distributed_dpsgd_refusal_reason(strategy: Strategy, initial: Tensors) -> str:
-    """Return why a strategy cannot train by DP-SGD steps over all sites (`trust: distributed`); "" if it can."""
-    if keeps_local(strategy, initial):
-        return "keeps tensors at their sites, and DP-SGD over all sites trains shared ones only"
-    halves = ("receive", "local_update", "aggregate")
-    own = [half for half in halves if getattr(type(strategy), half) is not getattr(Strategy, half)]
-    traits = strategy.traits
-    more = traits.parts or traits.ranks_differ or traits.scales_adapter or traits.fits != 1 or traits.needs == "sites"
-    what = f"({own[0]}) " if own else ""
-    return f"does more {what}than to sum gradients, which is all that DP-SGD over all sites does" if own or more else ""
 
 
 def check_server_step_and_state(config: JobConfig, strategy: Strategy, initial: Tensors, source: Path | str) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Self
 
+import torch
+
 from consilium.client.build import build_guard, build_site
 from consilium.client.client import Client, perform
 from consilium.client.site_data import load_site_data
@@ -115,8 +117,12 @@ class WorkerPool:
         self._workers = [ChildProcess(worker_main, threads=1) for _ in range(min(count, len(names)))]
         self._threads = [ThreadPoolExecutor(1) for _ in self._workers]
         self._place = {name: place % len(self._workers) for place, name in enumerate(names)}
+        gpus = torch.cuda.device_count()
         for number, worker in enumerate(self._workers):
-            dealt = {name: _with_gpu(sites[name], number) for name in names if self._place[name] == number}
+            dealt = {name: sites[name] for name in names if self._place[name] == number}
+            if gpus > 1:  # a site that names no device gets a GPU by its worker's number
+                own = {"device": f"cuda:{number % gpus}"}
+                dealt |= {n: site.model_copy(update=own) for n, site in dealt.items() if site.main_device == "auto"}
             setup = WorkerSetup(job.config.model_dump(mode="json"), job.initial, dealt, folder, former)
             with suppress(OSError):  # the worker has ended, which `_await` reports
                 send_by_value(worker.pipe, setup)
@@ -203,15 +209,6 @@ class RemoteSite(NamedTuple):
 
     def close(self) -> None:
         """Do nothing: the worker closes its sites' files."""
-
-
-def _with_gpu(site: SiteConfig, number: int) -> SiteConfig:
-    """Return the site's settings, with a GPU by its worker's number if there are several and the site names no device."""
-    from torch.cuda import device_count
-
-    if site.main_device != "auto" or (gpus := device_count()) < 2:
-        return site
-    return site.model_copy(update={"device": f"cuda:{number % gpus}"})
 
 
 # in the process -------------------------------------------------------------------------------------------------------

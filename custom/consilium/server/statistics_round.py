@@ -156,23 +156,17 @@ def _rows_of_site(site_answer: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     areas = {part["names"][0]: f" ({part['share']:.1%} of a picture)" for part in site_answer["areas"]}
     groups = {"classes": training["classes"]} | {what: site_answer[what] for what in ("sizes", "spacing", "lengths")}
     for what, cells in groups.items():
-        there = [one for one in cells if one["samples"] or what == "classes"]
-        area = areas if what == "classes" else {}
-        if there:
-            yield (
-                what,
-                ", ".join(
-                    f"{_join_cell_names(one['names'])}: {one['samples']}{area.get(one['names'][0], '')}" for one in there
-                ),
-            )
+        texts = []
+        for one in cells:
+            if one["samples"] or what == "classes":
+                names = [shown(name, 64) for name in one["names"]]  # of merged cells; from four on, the first and the last
+                joined = " + ".join(names) if len(names) < 4 else f"{names[0]} ... {names[-1]}"
+                area = areas.get(one["names"][0], "") if what == "classes" else ""
+                texts.append(f"{joined}: {one['samples']}{area}")
+        if texts:
+            yield what, ", ".join(texts)
     if site_answer["greys"]:
         yield "greys", ", ".join(f"{share:g} % at {quantile_cells(site_answer['greys'], share / 100)}" for share in (5, 50, 95))
-
-
-def _join_cell_names(names: list[str]) -> str:
-    """Return the names of merged cells in one text: all names if there are under four, else the first and the last."""
-    told = [shown(name, 64) for name in names]
-    return " + ".join(told) if len(told) < 4 else f"{told[0]} ... {told[-1]}"
 
 
 def quantile_cells(portions: list[Mapping[str, Any]], quantile: float) -> str:

@@ -88,23 +88,29 @@ def collect_metrics(kit: Path) -> list[Sample]:
     if cause := noted_cause(kit):
         found.append(Sample("refused", 1, {"site": kit_name(kit), "cause": cause}))
     if role == "server":
-        return [*found, *_server_samples(kit, state)]
+        for folder in all_runs(state):
+            path = folder / "metrics.jsonl"
+            if path.is_file() and (folder / "job.yaml").is_file() and time.time() - path.stat().st_mtime < RECENT:
+                found += _run_samples(folder, read_events(path)[0])
+        with suppress(ConfigError):  # no site was seen, or the file is damaged; `consilium sites` reports both
+            for name, one in heartbeat_server.read_attendance(kit)["sites"].items():
+                found += _heartbeat_samples(name, one)
+        return found
     found += budget_samples(site, Ledger(site.privacy.ledger_in(state)))
     for run in all_runs(state):
-        counts = [_intact_messages(path) for path in run.rglob(audit_log.FILE)]
-        found.append(Sample("record_intact", float(None not in counts), {"run": run.name}))
-        found.append(Sample("messages_total", sum(filter(None, counts)), {"run": run.name}))
+        messages, is_intact = 0, True
+        for path in run.rglob(audit_log.FILE):
+            try:
+                record = audit_log.load_record(path)
+                if record["broken_line"] is None:
+                    messages += len(record["messages"])
+                else:
+                    is_intact = False
+            except (OSError, ValueError, KeyError, TypeError):
+                is_intact = False
+        found.append(Sample("record_intact", float(is_intact), {"run": run.name}))
+        found.append(Sample("messages_total", messages, {"run": run.name}))
     return found
-
-
-def _server_samples(kit: Path, state: Path) -> Iterator[Sample]:
-    for folder in all_runs(state):
-        path = folder / "metrics.jsonl"
-        if path.is_file() and (path.parent / "job.yaml").is_file() and time.time() - path.stat().st_mtime < RECENT:
-            yield from _run_samples(folder, read_events(path)[0])
-    with suppress(ConfigError):  # no site was seen, or the file is damaged; `consilium sites` reports both
-        for name, one in heartbeat_server.read_attendance(kit)["sites"].items():
-            yield from _heartbeat_samples(name, one)
 
 
 def _heartbeat_samples(name: str, one: dict[str, Any]) -> Iterator[Sample]:
@@ -161,14 +167,6 @@ def run_state(folder: Path, events: list[dict[str, Any]]) -> tuple[str, float | 
     if results.is_file():
         return "completed", results.stat().st_mtime, ""
     return "running" if has_process(folder) else "lost", None, ""
-
-
-def _intact_messages(path: Path) -> int | None:
-    """Return the number of messages in a record; None if it was altered."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        found = audit_log.load_record(path)
-        return len(found["messages"]) if found["broken_line"] is None else None
-    return None
 
 
 def spent_budgets(site: SiteConfig, ledger: Ledger) -> Iterator[tuple[str, str, BudgetConfig, float]]:

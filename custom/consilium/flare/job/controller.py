@@ -93,7 +93,7 @@ class RoundController(Controller):
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Answer an administrator's `consilium status` or `nvflare job stats` with the run's progress.
 
-        Keep FLARE's reason for a fatal error, see `_abort_reason`.
+        Keep FLARE's reason for a fatal error, which `control_flow` records.
 
         Send a hello again to a site that FLARE took for dead and that asks for a task. FLARE cancels tasks for dead sites
         after 30 s. A site that FLARE has dropped counts as dead until its new process asks for a task, and this process may
@@ -128,8 +128,19 @@ class RoundController(Controller):
         try:
             with suppress(Aborted):
                 RunLoop(c, transport, self.masked, self.crossing).run()
-            if transport.aborted:
-                self._record_reason(self._abort_reason(transport, c, fl_ctx), fl_ctx)
+            if transport.aborted:  # FLARE's abort signal is the same for a person's abort and for an error
+                place = f"in round {c.state.round + 1}" if c.asked else "between rounds"
+                place = place if c.sites else "before the first round"
+                if person := aborting_person(Path(job_context.workspace(fl_ctx).get_root_dir()), fl_ctx.get_job_id()):
+                    reason = f"{ABORTED_RUN} by {person} {place}"
+                elif self._fatal:
+                    reason = f"{UNEXPLAINED} {place}: {self._fatal}"
+                else:
+                    silent = {name for name, task in transport.hellos.items() if not task.get_prop(REPLIED)}
+                    silent = silent or c.asked.keys() - c.accepted
+                    logs = f"; see the logs of {', '.join(sorted(silent))}" if silent else ""
+                    reason = f"{UNEXPLAINED} {place}{logs}"
+                self._record_reason(reason, fl_ctx)
         except ConsiliumError as error:
             self._give_up(error, fl_ctx)
         except OSError as error:
@@ -140,17 +151,6 @@ class RoundController(Controller):
                 ),
                 fl_ctx,
             )
-
-    def _abort_reason(self, transport: FlareTransport, c: Coordinator, fl_ctx: FLContext) -> str:
-        """Return why FLARE ends this job: a person's abort, or an error. FLARE's abort signal is the same for both."""
-        place = f"in round {c.state.round + 1}" if c.asked else "between rounds"
-        place = place if c.sites else "before the first round"
-        if person := aborting_person(Path(job_context.workspace(fl_ctx).get_root_dir()), fl_ctx.get_job_id()):
-            return f"{ABORTED_RUN} by {person} {place}"
-        if self._fatal:
-            return f"{UNEXPLAINED} {place}: {self._fatal}"
-        silent = {name for name, task in transport.hellos.items() if not task.get_prop(REPLIED)} or c.asked.keys() - c.accepted
-        return f"{UNEXPLAINED} {place}" + (f"; see the logs of {', '.join(sorted(silent))}" if silent else "")
 
     def process_result_of_unknown_task(
         self, client: Client, task_name: str, client_task_id: str, result: Shareable, fl_ctx: FLContext

@@ -90,7 +90,7 @@ class LateSites(FLComponent):
         return next(apps, None)
 
     def _send_job(self, engine: ServerEngine, job: Job, client: Client, app: str) -> None:
-        """Deploy and start a job's app at a site. A failure is logged at the server."""
+        """Deploy and start a job's app at a site, and add the site to the job's participants. Log a failure at the server."""
         with engine.new_context() as fl_ctx:
             try:
                 admin = engine.server.admin_server
@@ -100,29 +100,27 @@ class LateSites(FLComponent):
                 if reply is None or reply.get_header(MsgHeader.RETURN_CODE, ReturnCode.OK) != ReturnCode.OK:
                     reason = "no answer" if reply is None else shown(reply.body, 200)
                     raise ConsiliumError(f"{client.name}: did not take job {job.job_id}, which runs: {reason}")
-                _start_job(engine, job, client, app, fl_ctx)
+                wanted = job.resource_spec.get(client.name, {}) if job.resource_spec else {}
+                checked = engine.check_client_resources(job, {client.name: wanted}, fl_ctx)
+                enough, token = checked.get(client.name, (False, "no answer"))
+                if not enough:
+                    raise ConsiliumError(
+                        f"{client.name}: lacks the resources that job {job.job_id} asks for: {shown(token, 200)}"
+                    )
+                process = engine.run_processes[job.job_id]
+                others = {t: one for t, one in process[RunProcessKey.PARTICIPANTS].items() if one.name != client.name}
+                process[RunProcessKey.PARTICIPANTS] = others | {client.token: client}
+                job.meta[JobMetaKey.JOB_CLIENTS] = [one.to_dict() for one in process[RunProcessKey.PARTICIPANTS].values()]
+                engine.start_client_job(job, {client.name: DispatchInfo(app, wanted, token)}, fl_ctx)
+                manager = engine.get_component(SystemComponents.JOB_MANAGER)  # `consilium resume` reads the job's sites there
+                detail = list(manager.get_job(job.job_id, fl_ctx).meta.get(_DETAIL) or [])
+                kept = [line for line in detail if not line.startswith(f"{client.name}: ")]
+                manager.update_meta(job.job_id, {_DETAIL: [*kept, f"{client.name}: OK"]}, fl_ctx)
                 self.log_info(fl_ctx, f"{client.name}: came while job {job.job_id} runs, and has been sent it")
             except ConsiliumError as error:
                 self.log_warning(fl_ctx, str(error))
             except Exception:  # raised by FLARE's functions, or by a site's malformed reply
                 self.log_exception(fl_ctx, f"{client.name}: job {job.job_id} could not be sent to it")
-
-
-def _start_job(engine: ServerEngine, job: Job, client: Client, app: str, fl_ctx: FLContext) -> None:
-    """Start the job's process at the site, and add the site to the job's participants. Raises ConsiliumError."""
-    wanted = job.resource_spec.get(client.name, {}) if job.resource_spec else {}
-    enough, token = engine.check_client_resources(job, {client.name: wanted}, fl_ctx).get(client.name, (False, "no answer"))
-    if not enough:
-        raise ConsiliumError(f"{client.name}: lacks the resources that job {job.job_id} asks for: {shown(token, 200)}")
-    process = engine.run_processes[job.job_id]
-    others = {t: one for t, one in process[RunProcessKey.PARTICIPANTS].items() if one.name != client.name}
-    process[RunProcessKey.PARTICIPANTS] = others | {client.token: client}
-    job.meta[JobMetaKey.JOB_CLIENTS] = [one.to_dict() for one in process[RunProcessKey.PARTICIPANTS].values()]
-    engine.start_client_job(job, {client.name: DispatchInfo(app, wanted, token)}, fl_ctx)
-    manager = engine.get_component(SystemComponents.JOB_MANAGER)  # `consilium resume` reads the job's sites there
-    detail = list(manager.get_job(job.job_id, fl_ctx).meta.get(_DETAIL) or [])
-    kept = [line for line in detail if not line.startswith(f"{client.name}: ")]
-    manager.update_meta(job.job_id, {_DETAIL: [*kept, f"{client.name}: OK"]}, fl_ctx)
 
 
 class Arrivals:

@@ -68,7 +68,7 @@ from consilium.flare.kit.processes import is_word, processes
 from consilium.flare.kit.revocation import has_revocation_check, revoked_until
 from consilium.privacy.accounting import VOID
 from consilium.privacy.ledger import Ledger, check
-from consilium.privacy.secagg.certificates import fingerprint, public_key
+from consilium.privacy.secagg.certificates import fingerprint
 from consilium.privacy.secagg.sum_ledger import check_and_count_lines
 from consilium.report.tables import duration_text
 
@@ -84,26 +84,20 @@ def examine(kit: Path, job: Path | None = None) -> list[Finding]:
 
     With a `job`, one finding says whether a training step of it fits into the site's memory.
     """
-    findings, file = [*examine_versions(), *_examine_kit(kit)], kit / "local" / "site.yaml"
+    findings, file = [*examine_versions()], kit / "local" / "site.yaml"
+    findings.append(named := run_check("startup kit", lambda: f"{kit}: {kit_name(kit)}"))
+    if named.ok:
+        role = str(participant_role(kit))
+        findings += [run_check(name, partial(look, kit)) for name, roles, look in CHECKS if role in roles]
+        if role == "site":
+            findings += _examine_site(kit)
+        if role != "server":
+            findings.append(server := run_check("server", lambda: _examine_server(kit)))
+            if role == "site" and server.ok and has_private_key(kit):
+                findings.append(run_check("admission", lambda: _examine_admission(kit)))
     if job is not None:
         findings.append(run_check("memory", lambda: examine_memory(job, load_site(file) if file.is_file() else SiteConfig())))
     return findings
-
-
-def _examine_kit(kit: Path) -> Iterator[Finding]:
-    yield (named := run_check("startup kit", lambda: f"{kit}: {kit_name(kit)}"))
-    if not named.ok:
-        return
-    role = str(participant_role(kit))
-    for name, roles, look in CHECKS:
-        if role in roles:
-            yield run_check(name, partial(look, kit))
-    if role == "site":
-        yield from _examine_site(kit)
-    if role != "server":
-        yield (server := run_check("server", lambda: _examine_server(kit)))
-        if role == "site" and server.ok and has_private_key(kit):
-            yield run_check("admission", lambda: _examine_admission(kit))
 
 
 def _examine_server(kit: Path) -> Finding | str:
@@ -359,10 +353,6 @@ def _require(is_well: Callable[[Path], bool], well: str, problem: str) -> Callab
     return look
 
 
-def _own_fingerprint(kit: Path) -> str:
-    return fingerprint(public_key(certificate_path(kit).read_text(encoding="utf-8")))
-
-
 PARTICIPANTS, HOSTS = ("site", "server", "relay", "person"), ("site", "server")
 CHECKS: tuple[tuple[str, tuple[str, ...], Callable[[Path], Finding | str]], ...] = (
     (
@@ -419,7 +409,13 @@ CHECKS: tuple[tuple[str, tuple[str, ...], Callable[[Path], Finding | str]], ...]
     ("disk", ("server",), lambda kit: examine_disk(server_folders(kit)[0], "sites.yml")),
     ("port", ("server", "relay"), _examine_port),
     ("relays", ("server",), _examine_relays),
-    ("fingerprint", ("site",), lambda kit: f"{_own_fingerprint(kit)} (for others' secure_aggregation.partners)"),
+    (
+        "fingerprint",
+        ("site",),
+        lambda kit: (
+            f"{fingerprint(load_certificate(certificate_path(kit)).public_key())} (for others' secure_aggregation.partners)"
+        ),
+    ),
 )
 """The checks of a kit: name, the roles of the kits that have it, and what looks. A missing policy file is a problem, because
 FLARE's default allows too much. Kits of relays and people have no policies."""

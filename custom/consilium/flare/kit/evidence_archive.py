@@ -19,7 +19,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import rsa
 from nvflare.fuel.f3.cellnet.identity import get_cert_common_name
@@ -147,15 +146,26 @@ def verify(path: Path, fingerprint: str) -> dict[str, Any]:
     ConsiliumError if the archive was altered or forged, or if its root is another one. Raises ConfigError if it is no archive
     of this kind. No file is unpacked.
     """
-    wanted, files = parse_fingerprint(fingerprint), _read_archive(path)
-    manifest = _read_manifest(path, files)
+    wanted, (files, manifest) = parse_fingerprint(fingerprint), _read_archive(path)
     try:
         own, root = load_crt_bytes(files[CERTIFICATE]), load_crt_bytes(files[ROOT])
         if not all(isinstance(one.public_key(), rsa.RSAPublicKey) for one in (own, root)):
             raise ValueError("its key is none that FLARE makes")
     except (ValueError, UnsupportedAlgorithm) as error:
         raise ConfigError(f"{path}: a certificate in it cannot be read ({error})") from None
-    _check_signature(path, manifest, files, own, root)
+    # the site named in the manifest must have signed it, and while its certificate was valid
+    try:
+        verify_cert(own, root.public_key())
+    except InvalidSignature:
+        raise ConsiliumError(f"{path}: {CERTIFICATE} is not signed by its root; the archive is forged") from None
+    if (name := get_cert_common_name(own)) != manifest.site:
+        raise ConsiliumError(f"{path}: says it is {manifest.site}'s, and {name} has signed it; the archive is forged")
+    try:
+        verify_content(files[MANIFEST], files[SIGNATURE], own.public_key())
+    except InvalidSignature:
+        raise ConsiliumError(f"{path}: {MANIFEST} is not as it was signed; the archive was changed") from None
+    if not own.not_valid_before_utc.timestamp() <= manifest.made <= own.not_valid_after_utc.timestamp():
+        raise ConsiliumError(f"{path}: was made outside of the time of its certificate; ask the site for a new one")
     content = {name: body for name, body in files.items() if name not in (MANIFEST, SIGNATURE)}
     found = {name: hashlib.sha256(body).hexdigest() for name, body in content.items()}
     if changed := sorted(name for name, _ in found.items() ^ manifest.files.items()):
@@ -173,10 +183,11 @@ def verify(path: Path, fingerprint: str) -> dict[str, Any]:
     return about | verify_chains(content)
 
 
-def _read_archive(path: Path) -> dict[str, bytes]:
-    """Return the content of all files of an archive by name.
+def _read_archive(path: Path) -> tuple[dict[str, bytes], Manifest]:
+    """Return the content of all files of an archive by name, and its manifest.
 
-    Raises ConfigError for duplicate names, for names with a path, and above MAX_FILES files or MAX_BYTES bytes.
+    Raises ConfigError for duplicate names, for names with a path, above MAX_FILES files or MAX_BYTES bytes, and if a file of
+    the signature is missing or the manifest is invalid.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -189,12 +200,9 @@ def _read_archive(path: Path) -> dict[str, bytes]:
                 what = "a file twice, with a path, or packed in another way"
                 raise ConfigError(f"{path}: {wrong[0][:80]!r}: {what}; not made by `consilium evidence`")
             # at most the declared size, even if more is packed
-            return {one.filename: archive.open(one).read(one.file_size) for one in listed}
+            files = {one.filename: archive.open(one).read(one.file_size) for one in listed}
     except (zipfile.BadZipFile, zlib.error, OSError, RuntimeError, EOFError, ValueError) as error:
         raise ConfigError(f"{path}: is not a readable archive ({error}); give what `consilium evidence` wrote") from None
-
-
-def _read_manifest(path: Path, files: Mapping[str, bytes]) -> Manifest:
     if missing := [name for name in (MANIFEST, SIGNATURE, CERTIFICATE, ROOT) if name not in files]:
         raise ConfigError(f"{path}: has no {missing[0]}; give what `consilium evidence` wrote")
     try:
@@ -205,22 +213,4 @@ def _read_manifest(path: Path, files: Mapping[str, bytes]) -> Manifest:
         raise ConfigError(f"{path}: {MANIFEST} cannot be read ({error})") from None
     if manifest.format != FORMAT or not all(_SUM.fullmatch(one) for one in manifest.files.values()):
         raise ConfigError(f"{path}: {MANIFEST}: format {manifest.format}, expected {FORMAT}; use the version that wrote it")
-    return manifest
-
-
-def _check_signature(
-    path: Path, manifest: Manifest, files: Mapping[str, bytes], own: x509.Certificate, root: x509.Certificate
-) -> None:
-    """Raise ConsiliumError unless the site named in the manifest signed it, and did so while its certificate was valid."""
-    try:
-        verify_cert(own, root.public_key())
-    except InvalidSignature:
-        raise ConsiliumError(f"{path}: {CERTIFICATE} is not signed by its root; the archive is forged") from None
-    if (name := get_cert_common_name(own)) != manifest.site:
-        raise ConsiliumError(f"{path}: says it is {manifest.site}'s, and {name} has signed it; the archive is forged")
-    try:
-        verify_content(files[MANIFEST], files[SIGNATURE], own.public_key())
-    except InvalidSignature:
-        raise ConsiliumError(f"{path}: {MANIFEST} is not as it was signed; the archive was changed") from None
-    if not own.not_valid_before_utc.timestamp() <= manifest.made <= own.not_valid_after_utc.timestamp():
-        raise ConsiliumError(f"{path}: was made outside of the time of its certificate; ask the site for a new one")
+    return files, manifest

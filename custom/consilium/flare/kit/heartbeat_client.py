@@ -202,27 +202,22 @@ def _round_down(size: int) -> int:
     return size // STEP * STEP
 
 
-def _is_gpu_list(value: Any) -> bool:
-    """Return whether a value is a list of (free bytes, total bytes), one pair per GPU."""
-    return (
-        isinstance(value, list | tuple)
-        and len(value) <= MAX_GPUS
-        and all(isinstance(one, list | tuple) and len(one) == 2 and all(map(_is_size, one)) for one in value)
-    )
-
-
 HEALTH: dict[str, Callable[[Any], bool]] = {
     "disk_free": _is_size,
     "memory_free": _is_size,
     "memory": _is_size,
-    "gpus": _is_gpu_list,
+    "gpus": lambda value: (
+        isinstance(value, list | tuple)
+        and len(value) <= MAX_GPUS
+        and all(isinstance(one, list | tuple) and len(one) == 2 and all(map(_is_size, one)) for one in value)
+    ),
     "data_readable": lambda value: type(value) is bool,
     "data_checked": is_time,
     "refusal": lambda value: type(value) is str and value in list(Reason),
     "refused_at": is_time,
 }
-"""All health facts with the checks of their values. Sizes are in bytes. "refusal": the code of the site's last refusal of a
-job."""
+"""All health facts with the checks of their values. Sizes are in bytes. "gpus": [free, total] of each GPU. "refusal": the code
+of the site's last refusal of a job."""
 
 
 def valid_facts(sent: Any, checks: Mapping[str, Callable[[Any], bool]]) -> Facts:

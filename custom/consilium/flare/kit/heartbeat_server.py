@@ -174,17 +174,14 @@ def read_attendance(kit: Path) -> Facts:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}); remove it, the server writes it anew") from None
     try:
-        server, sites = found["server"], found["sites"].values()
-        whole = {"version", "protocol"} <= valid_facts(server, SENT).keys() and all(map(_is_site_entry, sites))
+        whole = {"version", "protocol"} <= valid_facts(found["server"], SENT).keys()
+        for one in found["sites"].values():
+            valid = valid_facts(one, STORED)
+            whole = whole and valid.keys() == one.keys() & STORED.keys() and {"here", "jobs"} <= valid.keys()
+            # a site that was refused before its first heartbeat has a cause
+            whole = whole and ("last_seen" in valid or valid.get("cause") is not None)
     except (KeyError, TypeError, AttributeError):
         whole = False
     if not whole:
         raise ConfigError(f"{path}: is damaged, or of another version; remove it, the server writes it anew")
     return found
-
-
-def _is_site_entry(one: Facts) -> bool:
-    """Return whether a site's entry in the file is valid. A site that was refused before its first heartbeat has a cause."""
-    valid = valid_facts(one, STORED)
-    whole = valid.keys() == one.keys() & STORED.keys() and {"here", "jobs"} <= valid.keys()
-    return whole and ("last_seen" in valid or valid.get("cause") is not None)

@@ -34,7 +34,7 @@ from nvflare.lighter.utils import (
     verify_cert_chain,
 )
 
-from consilium.config.deployment import ServerEntry, load_deployment
+from consilium.config.deployment import load_deployment
 from consilium.core.errors import ConfigError
 from consilium.core.storage import read_json, write_atomic, write_json
 from consilium.flare.kit.certificates import fingerprints, parse_fingerprint
@@ -73,8 +73,8 @@ def renew(sites: Path, folder: Path, names: Collection[str] = (), root: str = KE
     if not path.is_file():
         raise ConfigError(f"{path}: not there, so nothing can be renewed; give the folder that `consilium provision -o` made")
     state = read_json(path)
-    signing = load_pem_private_key(state[ROOT_KEY].encode(), password=None)
     if root == KEEP:
+        signing = load_pem_private_key(state[ROOT_KEY].encode(), password=None)
         name = Identity(get_cert_common_name(x509.load_pem_x509_certificate(state[ROOT].encode())))
         kept = generate_cert(name, name, signing, signing.public_key(), valid_days=deployment.valid_days, ca=True)
         state[ROOT] = serialize_cert(kept).decode()
@@ -82,26 +82,22 @@ def renew(sites: Path, folder: Path, names: Collection[str] = (), root: str = KE
         state, names = replace_root(state, deployment.valid_days), ()
     elif state.pop(FORMER, None) is None:
         raise ConfigError("--root only-new: no root is followed by another here; begin with --root new")
+    server = deployment.server
     for name in (set(names) or known) & state.keys():
-        if name == deployment.server.name:
-            state[name]["cert"] = _renew_with_same_key(state[name]["cert"], state, deployment.server, deployment.valid_days)
+        if name == server.name:
+            # A new key would end the sessions of all sites: the server signs them with its key, and FLARE's sites do not log in
+            # again. So the server's new certificate has the key of the former one.
+            key = x509.load_pem_x509_certificate(state[name]["cert"].encode()).public_key()
+            signing = load_pem_private_key(state[ROOT_KEY].encode(), password=None)
+            issuer = Identity(get_cert_common_name(x509.load_pem_x509_certificate(state[ROOT].encode())))
+            hosts = {"server_default_host": server.name, "server_additional_hosts": list(server.hosts)}
+            valid = min(deployment.valid_days, DEFAULT_CERT_VALID_DAYS)
+            own = generate_cert(Identity(server.name, server.org), issuer, signing, key, valid, **hosts)
+            state[name]["cert"] = serialize_cert(own).decode()
         else:
             del state[name]  # FLARE makes a key and certificate for each participant that is not in its state
     write_json(path, state)
     return provision(sites, folder, names)
-
-
-def _renew_with_same_key(certificate: str, state: dict[str, Any], server: ServerEntry, days: int) -> str:
-    """Return a server's certificate with the key of the former one, valid from now, signed by the root in `state`.
-
-    A new key would end the sessions of all sites: the server signs them with its key, and FLARE's sites do not log in again.
-    """
-    key = x509.load_pem_x509_certificate(certificate.encode()).public_key()
-    signing = load_pem_private_key(state[ROOT_KEY].encode(), password=None)
-    issuer = Identity(get_cert_common_name(x509.load_pem_x509_certificate(state[ROOT].encode())))
-    hosts = {"server_default_host": server.name, "server_additional_hosts": list(server.hosts)}
-    valid = min(days, DEFAULT_CERT_VALID_DAYS)
-    return serialize_cert(generate_cert(Identity(server.name, server.org), issuer, signing, key, valid, **hosts)).decode()
 
 
 def update_kit(kit: Path, new: Path, fingerprint: str = "", running: bool = False) -> list[str]:

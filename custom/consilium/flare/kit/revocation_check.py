@@ -94,32 +94,25 @@ class RevocationCheck(FLComponent):
     def _check_heartbeat(self, beat: Callable[..., bool], manager: ClientManager, token: str, name: str, *rest: Any) -> bool:
         """Refuse a heartbeat of a revoked name that has not shown a later certificate. FLARE would accept its old token."""
         registered = token in manager.clients
-        if self._must_register_again(name, registered) and not self._is_readmitted(name, token):
-            rest[-1].set_prop(FLContextKey.UNAUTHENTICATED, f"{name}: {REFUSED}", sticky=False)
-            return False
-        if registered and (until := self._verified.get(name)) is not None:
-            self._store_readmission(name, until, token)
+        if self._must_register_again(name, registered):
+            # after a restart of the server, the token of a registration with a certificate after the revocation still counts
+            until: float | None = None
+            readmitted = False
+            with suppress(ConfigError, OSError):
+                until = self.revoked_at(name)
+                readmitted = until is not None and self._readmissions().get(name) == _readmission(until, token)
+            if not readmitted:
+                rest[-1].set_prop(FLContextKey.UNAUTHENTICATED, f"{name}: {REFUSED}", sticky=False)
+                return False
+            self._verified[name] = until
+        if registered and self._local is not None and (until := self._verified.get(name)) is not None:
+            entry = _readmission(until, token)
+            # if the disk is full or READMITTED cannot be read, the site must be restarted after a restart of the server
+            with suppress(OSError):
+                stored = self._readmissions()
+                if stored.get(name) != entry:
+                    write_json(self._local.parent / STATE / READMITTED, stored | {name: entry})
         return beat(manager, token, name, *rest)
-
-    def _is_readmitted(self, name: str, token: str) -> bool:
-        """Tell whether a token is of a registration, before the server's restart, with a certificate after the revocation."""
-        with suppress(ConfigError, OSError):
-            until = self.revoked_at(name)
-            if until is not None and self._readmissions().get(name) == _readmission(until, token):
-                self._verified[name] = until
-                return True
-        return False
-
-    def _store_readmission(self, name: str, until: float, token: str) -> None:
-        """Store the hash of a token, unless the disk is full or READMITTED cannot be read.
-
-        Then the site must be restarted after a restart of the server.
-        """
-        entry = _readmission(until, token)
-        with suppress(OSError):
-            stored = self._readmissions()
-            if self._local is not None and stored.get(name) != entry:
-                write_json(self._local.parent / STATE / READMITTED, stored | {name: entry})
 
     def _readmissions(self) -> dict[str, Any]:
         """Return the content of READMITTED; {} if there is none, or if it is damaged. Raises OSError if it cannot be read."""
