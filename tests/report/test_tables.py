@@ -50,7 +50,7 @@ def test_names_are_text_in_every_format(tmp_path: Path) -> None:
 
 
 def test_latex_reads_no_name_as_an_option_and_letters_it_lacks_become_signs() -> None:
-    rows = [["[a] 50%", "0.5"], ["*star", "0.6"], ["ε≥3 – Ünïcode µ", "Ω→σ ς ο Α"], ['"q" −5', "x [b]"]]
+    rows = [["[a] 50%", "0.5"], ["*star", "0.6"], ["ε≥3 – Ünïcode µ", "Ω→σ ς ο Α"], ['"q" −5', "--x [b]"]]
     page = latex_text([Table("β", [Column("[method]"), Column("*")], rows, best=frozenset({(1, 0)}))], ["Привет"])
     assert page.splitlines() == [
         "% needs: booktabs, array, textcomp, fontenc with T1; no table is wider than a column of 3.2 or a page of 6.5 inches",
@@ -65,7 +65,7 @@ def test_latex_reads_no_name_as_an_option_and_letters_it_lacks_become_signs() ->
         r"{}[a] 50\% & 0.5 \\",
         r"\textbf{*star} & 0.6 \\",
         r"$\varepsilon$$\geq$3 -- Ünïcode µ & $\Omega$$\rightarrow$$\sigma$ $\varsigma$ o A \\",
-        r"\textquotedbl{}q\textquotedbl{} $-$5 & x [b] \\",
+        r"\textquotedbl{}q\textquotedbl{} $-$5 & -{}-x [b] \\",
         r"\bottomrule",
         r"\end{tabular}",
         r"\end{table}",

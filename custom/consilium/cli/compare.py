@@ -73,17 +73,20 @@ def compare(
     stage = Stage(model)
     _check_metric_and_method(groups, metric, against)
     tables = comparison_tables(groups, stage, metric or None, against or None, published)
+    kind = format or ("txt" if output is None else output.suffix[1:])
+    if kind not in get_args(TableFormat):
+        raise ConfigError(f"--output: {output}: no format of this ending; end it in .{', .'.join(get_args(TableFormat))}")
     if pictures is not None:
         with name_path_in_errors(pictures):
             width = COLUMN if columns == 1 else PAGE
             files, undrawn = call(DRAW, make_private_folder(pictures), groups, stage, metric or None, width)
-        notes += undrawn
+        if kind == "html":  # the page names the pictures that it lacks itself
+            show((f"note: {shown(note, 2000)}" for note in undrawn), errors=True)
+        else:
+            notes += undrawn
         names = [file.name for file in files if file.suffix in (".png", ".tex")]
         if names:
             typer.echo(f"{pictures}: {', '.join(names)}; PDF, SVG and CSV beside them", err=True)
-    kind = format or ("txt" if output is None else output.suffix[1:])
-    if kind not in get_args(TableFormat):
-        raise ConfigError(f"--output: {output}: no format of this ending; end it in .{', .'.join(get_args(TableFormat))}")
     if output is not None or kind != "txt":  # on a screen the scores come first, and `report` shows a run's settings
         tables += settings_tables(groups, study.config.about if study else "")
     if kind == "csv":

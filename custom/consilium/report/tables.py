@@ -198,8 +198,9 @@ _QUIET = frozenset("‘’“”„‚–—†‡•‰€™")
 
 
 def escape_tex(text: str) -> str:
-    """Return a text escaped for LaTeX. The hyphen before a number that begins a word is a minus."""
-    return "".join(_TEX.get(c, c) for c in re.sub(r"(?<!\S)-(?=[0-9])", "−", shown(text, 2000)))
+    """Return a text escaped for LaTeX. The hyphen before a number that begins a word is a minus. Two hyphens stay two."""
+    signed = re.sub(r"(?<!\S)-(?=[0-9])", "−", shown(text, 2000))
+    return "-{}-".join("".join(_TEX.get(c, c) for c in part) for part in signed.split("--"))
 
 
 def tex_label(kind: str, text: str, used: Counter[str]) -> str:

@@ -205,7 +205,7 @@ def curves(scores: GroupScores, width: float = COLUMN) -> Drawn:
     panels = [drawn[i : i + CURVES] for i in range(0, len(drawn), CURVES)]
     columns = min(1 if width <= COLUMN else 3, len(panels))
     down = -(-len(panels) // columns)
-    figure = Figure(figsize=(width, down * (2.3 + _legend_height(panels[0], width / columns))), layout="constrained")
+    figure = Figure(figsize=(width, down * _panel_height(panels[0], width / columns)), layout="constrained")
     axes = figure.subplots(down, columns, squeeze=False, sharex=True, sharey=True).ravel()
     for axis, inside in zip(axes, panels, strict=False):
         for method in drawn if len(panels) > 1 else ():
@@ -277,7 +277,7 @@ def axis_figure(scores: GroupScores, width: float = COLUMN) -> Drawn:
         lines.setdefault(rest or axis, {})[labels[axis]] = means
         seeds = zip(scores.complete_seeds(method), means, strict=True)
         rows += [{"method": method, axis: labels[axis], "seed": seed, "value": value} for seed, value in seeds]
-    figure = Figure(figsize=(width, 2.3 + _legend_height(lines, width)), layout="constrained")
+    figure = Figure(figsize=(width, _panel_height(lines, width)), layout="constrained")
     plot = figure.subplots()
     draw_lines(plot, lines)
     _label_axes(plot, scores, wrap_name(axis), width)
@@ -383,7 +383,7 @@ def bytes_figure(scores: GroupScores, width: float = COLUMN) -> Drawn:
             points[method] = fmean(there), scores.means(method)
     if not any(x > 0 for x, _ in points.values()):
         return "no run sent anything"
-    figure = Figure(figsize=(width, 2.3 + _legend_height(scores.methods, width)), layout="constrained")
+    figure = Figure(figsize=(width, _panel_height(scores.methods, width)), layout="constrained")
     axis = figure.subplots()
     for index, (method, (x, values)) in enumerate(points.items()):
         look = style(index) | {"linestyle": ""}
@@ -428,10 +428,11 @@ def _legend_columns(names: Iterable[str], width: float) -> int:
     return max(1, int((width - 0.5) / (0.45 + 0.058 * longest)))
 
 
-def _legend_height(names: Iterable[str], width: float) -> float:
-    """Return a legend's height in inches."""
+def _panel_height(names: Iterable[str], width: float) -> float:
+    """Return the height in inches of a panel and its legend. On a page it is larger than on paper, as the font is."""
     written = list(map(wrap_name, names))
-    return 0.14 * sum(name.count("\n") + 1 for name in written) / _legend_columns(written, width)
+    legend = 0.14 * sum(name.count("\n") + 1 for name in written) / _legend_columns(written, width)
+    return (2.3 + legend) * rcParams["font.size"] / STYLE["font.size"]
 
 
 def _caption(scores: GroupScores, text: str, of_seeds: str, more: str = "") -> str:

@@ -299,7 +299,7 @@ def _score_notes(scores: GroupScores, blocks: int, printed: bool, marked: bool) 
         "too many sites for a column each: .csv and .json have them": scores.columns != scores.sites,
         f"rank: 1 is best; averaged over {count_with_noun(blocks, 'site')}; the pretrained model is not ranked": blocks,
         f"numbers marked {MARK} lack seeds, see below": marked,
-        f"no such model: {', '.join(scores.without)}": scores.without,
+        f"without this model: {', '.join(scores.without)}": scores.without,
         "published: the paper's own number, not measured here; difference: ours minus it": printed,
         BOLD: len(scores.scored_methods) > 1,
     }

@@ -26,7 +26,7 @@ HEADINGS = {
     "result": "Result", "crossed": "Across sites", "confusion": "Confusion", "curves": "Learning curves",
     "sites": "Site by site", "training": "Training and communication", "cases": "Best, median and worst",
     "left": "Messages sent", "privacy": "Privacy", "versions": "Versions and hashes", "tables": "Tables",
-    "figures": "Figures", "notes": "Missing",
+    "figures": "Figures", "notes": "Notes",
 }  # fmt: skip
 """Titles of the sections by id, in the order of the contents."""
 INK, SOFT, RULE, PAPER = "#010101", "#020202", "#030303", "#040404"
