@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
 
 import re2
 
@@ -139,7 +138,14 @@ def prepare_linear_layers(model: nn.Module, target: TargetSet) -> dict[str, nn.L
     if target.prepare:
         target.prepare(model)
     wanted = target.select(model) if target.select else target.pattern
-    pattern = _compile_pattern(wanted)
+    options = re2.Options()  # RE2 matches in linear time
+    options.log_errors = False
+    try:
+        pattern = re2.compile(wanted, options)
+    except re2.error as error:
+        reason = error.args[0].decode() if isinstance(error.args[0], bytes) else str(error)
+        what = f"is not a valid regular expression of RE2, without look-around and back-references ({reason})"
+        raise ConfigError(f"adapter.targets: {wanted!r} {what}; fix it") from None
     linear = {
         n: m
         for n, m in model.named_modules()
@@ -152,15 +158,3 @@ def prepare_linear_layers(model: nn.Module, target: TargetSet) -> dict[str, nn.L
         what = "matches no linear layer of the model"
         raise ConfigError(f"adapter.targets: {wanted!r} {what}; use {known}a full regex")
     return linear
-
-
-def _compile_pattern(pattern: str) -> Any:
-    """Return a pattern compiled by RE2, which matches in linear time. Raises ConfigError for an invalid pattern."""
-    quiet = re2.Options()
-    quiet.log_errors = False
-    try:
-        return re2.compile(pattern, quiet)
-    except re2.error as error:
-        reason = error.args[0].decode() if isinstance(error.args[0], bytes) else str(error)
-        what = f"is not a valid regular expression of RE2, without look-around and back-references ({reason})"
-        raise ConfigError(f"adapter.targets: {pattern!r} {what}; fix it") from None

@@ -110,12 +110,9 @@ class Client:
         if self.context.plan is not None and self.context.config.dpsgd and not self._rehearsed:
             rehearse_step(self.context)
             self._rehearsed = True
-        self._start_ranks()
-
-    @with_model_on_ranks
-    def _start_ranks(self) -> None:
-        if self.context.ranks:
-            self.context.ranks.start_ranks()
+        if ranks := self.context.ranks:
+            with ranks.model_on_all_ranks(self.context.model) as self.context.model:
+                ranks.start_ranks()
 
     def close(self) -> None:
         """End the processes of the client's other devices."""
@@ -217,7 +214,10 @@ class Client:
         reply = replace(reply, metrics=metrics)
         context.events.write_scalars(metrics | {"update/norm": norm(reply.tensors)}, payload.round)
         # before sending: a lost answer must not cost a second training
-        self._save_state(run, SiteState(end, (payload.round, payload.phase), reply, trainer.memory, state.optimizer))
+        groups = {"params": end, "reply": reply.tensors, "kept": trainer.memory, "optimizer": state.optimizer}
+        meta = {"round": payload.round, "phase": payload.phase, "scalars": reply.scalars, "metrics": reply.metrics}
+        with refuse_if_unwritable(self._state_path(run)):
+            save_state(self._state_path(run), flatten_groups(groups), meta)
         return reply
 
     @with_model_on_ranks
@@ -292,14 +292,6 @@ class Client:
 
     def _state_path(self, run: str) -> Path:
         return self.context.folder / run / "state.safetensors"
-
-    def _save_state(self, run: str, state: SiteState) -> None:
-        assert state.place is not None  # as it has trained
-        reply, (round, phase) = state.reply, state.place
-        groups = {"params": state.params, "reply": reply.tensors, "kept": state.memory, "optimizer": state.optimizer}
-        meta = {"round": round, "phase": phase, "scalars": reply.scalars, "metrics": reply.metrics}
-        with refuse_if_unwritable(self._state_path(run)):
-            save_state(self._state_path(run), flatten_groups(groups), meta)
 
     def _restore_state(self, run: str) -> SiteState:
         """Return the client's stored state of a run; before its first round an empty one with the base's own values."""

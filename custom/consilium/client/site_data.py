@@ -70,7 +70,13 @@ def load_site_data(
     for _, note in read.notes:
         _log.warning(f"{name}: data list: {note}")
     data = replace(limit_training(read, config.data.most_training, config.training.seed, name), loading=loading)
-    found = _mark_independent_parts(config, TASKS[config.task.name].prepare(config.task, with_lost_recorded(data, lost)))
+    found = TASKS[config.task.name].prepare(config.task, with_lost_recorded(data, lost))
+    if config.privacy is not None and config.privacy.unit == "record":
+        # Each plane or tile of a file is a record of its own, so it must not depend on the file's other parts.
+        items = found.splits["training"]
+        several = Counter(item.image for item in items if isinstance(item, Item))
+        marked = (replace(item, alone=True) if isinstance(item, Item) and several[item.image] > 1 else item for item in items)
+        found = replace(found, splits=found.splits | {"training": tuple(marked)})
     look = TASKS[config.task.name].look if skip else None
     if look is not None and not any(isinstance(item, Text) for items in found.splits.values() for item in items):
         store = open_disk_cache(found.loading.folder, found.loading.most)
@@ -135,18 +141,6 @@ def _relax_mask_values(data: DataList, classes: Collection[str] | None) -> DataL
         return replace(item, annotated=shown, others="background" if item.label_map is None else "refused")
 
     return replace(data, splits={split: tuple(map(accept, items)) for split, items in data.splits.items()})
-
-
-def _mark_independent_parts(config: JobConfig, data: DataList) -> DataList:
-    """Return a list in which, at record level, a plane or tile must not depend on other parts of its file (`alone`)."""
-    if config.privacy is None or config.privacy.unit != "record":
-        return data
-    several = Counter(item.image for item in data.splits["training"] if isinstance(item, Item))
-
-    def mark_item(item: Any) -> Any:
-        return replace(item, alone=True) if isinstance(item, Item) and several[item.image] > 1 else item
-
-    return replace(data, splits=data.splits | {"training": tuple(map(mark_item, data.splits["training"]))})
 
 
 def count_units(config: JobConfig, data: DataList) -> int:

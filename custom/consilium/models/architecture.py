@@ -260,7 +260,10 @@ def _checked(value: Any, where: str, key: str, depth: int = 0) -> Any:
             raise ValueError(f"{key} of at most {_BLOCKS} in all")
         return [_checked(item, where, key, depth + 1) for item in value]
     if isinstance(value, int | float):
-        _check_number(value, key)
+        most = 2**14 if _EXPERTS.search(key) else _BLOCKS if _COUNTS.search(key) else 2**25
+        most = 2**40 if isinstance(value, float) or "theta" in key else most
+        if not abs(value) <= most:  # so that NaN does not pass
+            raise ValueError(f"{key} of at most {most}")
     if isinstance(value, str) and len(value) > LONGEST_TEXT:
         raise ValueError(f"{key} of at most {LONGEST_TEXT} characters")
     if isinstance(value, str) and not _WORD.fullmatch(value):
@@ -281,13 +284,6 @@ def _is_setting(key: Any, value: Any, where: str) -> bool:
     if (known := IMPLEMENTATIONS.get(key)) and value is not None and value not in known:
         raise ValueError(f"{where}: {ascii(value)[:64]} names code of another place; use {' or '.join(known)}")
     return True
-
-
-def _check_number(value: float, key: str) -> None:
-    most = 2**14 if _EXPERTS.search(key) else _BLOCKS if _COUNTS.search(key) else 2**25
-    most = 2**40 if isinstance(value, float) or "theta" in key else most
-    if not abs(value) <= most:  # so that NaN does not pass
-        raise ValueError(f"{key} of at most {most}")
 
 
 def config_values(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

@@ -63,7 +63,12 @@ def build(
     `config`: the contents of its config.json; None reads it from the folder. `options` are passed to `transformers`. Raises
     CheckpointError for a missing, damaged or unfitting checkpoint, ConfigError for an unknown architecture.
     """
-    shape = transformers_config(config if config is not None else _read_config(folder), known.among or auto, known)
+    if config is None:
+        path = _require_folder(folder) / "config.json"
+        if not path.is_file():
+            raise CheckpointError(f"model.checkpoint: {path}: no such file; {WANTED}")
+        config = read_json(path.parent, path.name)
+    shape = transformers_config(config, known.among or auto, known)
     try:
         if weights:
             return _build_with_weights(auto, folder, shape, options, known)
@@ -246,13 +251,6 @@ def require_no_running_means(model: nn.Module, what: str) -> None:
     """Raise ConfigError for a model with batch norm, whose running means would change although the model is frozen."""
     if found := next((n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)), None):
         raise ConfigError(f"model.config: {what}: {found!r} keeps running means of what it trains on; use a transformer")
-
-
-def _read_config(folder: Path | None) -> dict[str, Any]:
-    path = _require_folder(folder) / "config.json"
-    if not path.is_file():
-        raise CheckpointError(f"model.checkpoint: {path}: no such file; {WANTED}")
-    return read_json(path.parent, path.name)
 
 
 def _require_folder(folder: Path | None) -> Path:

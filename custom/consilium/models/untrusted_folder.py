@@ -9,7 +9,7 @@ import json
 import re
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -126,8 +126,14 @@ def link_tokenizer(folder: Path) -> Iterator[Path]:
     ):  # its class is not part of `transformers`
         raise CheckpointError(f"model.checkpoint: {folder}: no tokenizer to read; {CODELESS}")
     with _temporary_view() as view:
-        if model is not None:
-            (view / "config.json").write_text(json.dumps(_tokenizer_entries(model)), encoding="utf-8")
+        if model is not None:  # of its entries only the architecture, the tokenizer's class and the version that wrote it
+            kind, named, version = (model.get(key) for key in ("model_type", "tokenizer_class", "transformers_version"))
+            entries = {"model_type": kind} if isinstance(kind, str) and kind in CONFIG_MAPPING else {}
+            if isinstance(named, str) and _CLASS.fullmatch(named):
+                entries["tokenizer_class"] = named
+            if isinstance(version, str) and _VERSION.fullmatch(version):
+                entries["transformers_version"] = version
+            (view / "config.json").write_text(json.dumps(entries), encoding="utf-8")
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             if _is_present(folder / name):
                 (view / name).write_text(json.dumps(_allowed_settings(folder, name)), encoding="utf-8")
@@ -148,16 +154,6 @@ def link_tokenizer(folder: Path) -> Iterator[Path]:
             if _is_present(folder / name):
                 _link(view, folder, name, LARGEST_JSON)
         yield view
-
-
-def _tokenizer_entries(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the entries of a config.json about the tokenizer: architecture, class and the version that wrote it."""
-    kind, named, version = (config.get(key) for key in ("model_type", "tokenizer_class", "transformers_version"))
-    found = {
-        **({"model_type": kind} if isinstance(kind, str) and kind in CONFIG_MAPPING else {}),
-        **({"tokenizer_class": named} if isinstance(named, str) and _CLASS.fullmatch(named) else {}),
-    }
-    return found | ({"transformers_version": version} if isinstance(version, str) and _VERSION.fullmatch(version) else {})
 
 
 def _allowed_settings(folder: Path, name: str) -> dict[str, Any]:
@@ -185,7 +181,12 @@ def _is_valid_setting(key: str, value: Any) -> bool | None:
     if key == "tokenizer_class":
         return value is None or (isinstance(value, str) and _CLASS.fullmatch(value) is not None)
     if key == "chat_template":
-        return value is None or _is_template(value)
+        if isinstance(value, list):  # several templates by name
+            return all(
+                isinstance(one, dict) and one.keys() == {"name", "template"} and all(map(_is_text, one.values()))
+                for one in value
+            )
+        return value is None or (all(map(_is_text, value.values())) if isinstance(value, dict) else _is_text(value))
     if key in _LISTS:
         named = isinstance(value, dict) and all(_NAME.fullmatch(name) and _is_token(one) for name, one in value.items())
         return value is None or named or (isinstance(value, list) and all(map(_is_token, value)))
@@ -206,15 +207,6 @@ def _is_token(value: Any) -> bool:
             and _is_token(value["content"])
         )
     return isinstance(value, str) and len(value) <= LONGEST_TOKEN
-
-
-def _is_template(value: Any) -> bool:
-    """Return whether a value is a chat template, or several by name."""
-    if isinstance(value, list):
-        return all(
-            isinstance(one, dict) and one.keys() == {"name", "template"} and all(map(_is_text, one.values())) for one in value
-        )
-    return all(map(_is_text, value.values())) if isinstance(value, dict) else _is_text(value)
 
 
 def _is_text(value: Any) -> bool:

@@ -436,20 +436,16 @@ def epsilon_for(unit: str, rows: Iterable[Entry], delta: float) -> float:
     counted = [row for row in rows if row.count]
     whole = epsilon_of(merge([cost(row, unit) for row in counted]), delta)
     steps = [row for row in counted if row.unit == "patient"]
-    return min(whole, _epsilon_by_group_privacy(counted, steps, delta)) if unit == "record" and steps else whole
-
-
-def _epsilon_by_group_privacy(rows: list[Entry], steps: list[Entry], delta: float) -> float:
-    """Return a record's epsilon by group privacy in two steps: remove its patient, then add the patient without the record.
-
-    `steps`: the patient-level rows among `rows`. The first step costs what `steps` cost a patient. The second costs that again,
-    plus all other rows. Steps that cost (e1, d1) and (e2, d2) cost (e1 + e2, d1 + exp(e1) d2) together.
-    """
+    if unit != "record" or not steps:
+        return whole
+    # A record's epsilon by group privacy in two steps: remove its patient, then add the patient without the record. The first
+    # step costs what the patient-level rows cost a patient. The second costs that again, plus all other rows. Steps that cost
+    # (e1, d1) and (e2, d2) cost (e1 + e2, d1 + exp(e1) d2) together.
     first = epsilon_of(merge([cost(row, row.unit) for row in steps]), delta / 2)
     if first > 500:
-        return math.inf
-    drawn = [cost(row, row.unit if row.unit == "patient" else "record") for row in rows]
-    return first + epsilon_of(merge(drawn), delta / 2 * math.exp(-first))
+        return whole
+    drawn = [cost(row, row.unit if row.unit == "patient" else "record") for row in counted]
+    return min(whole, first + epsilon_of(merge(drawn), delta / 2 * math.exp(-first)))
 
 
 def merge(spends: list[GaussianEvent]) -> list[GaussianEvent]:

@@ -15,7 +15,6 @@ from typing import Any
 from consilium.config.job import JobConfig
 from consilium.config.privacy import (
     NEEDS_MASKS,
-    DpSgdConfig,
     HospitalPrivacyPolicy,
     PatientLevelDpConfig,
     PrivacyConfig,
@@ -219,7 +218,17 @@ def make_plan(config: JobConfig, strategy: Strategy, num_units: int | None = Non
         paper = privacy.calibration == "paper"
         found = paper_plan(config, privacy, strategy, releases, list(names)) if paper else plan_of_releases(privacy, releases)
     elif num_units is not None:
-        found = _local_plan(config, privacy, releases, num_units, strategy.traits.fits)
+        if config.training.batch_size >= num_units:
+            units, named = (
+                ("samples", "") if privacy.unit == "record" else ("patients", ', or write "patient" into every entry')
+            )
+            raise ConfigError(
+                f"training.batch_size: {config.training.batch_size}: not under this site's {num_units} {units}, so nothing is "
+                f"sampled and {privacy.unit}-level DP has no use; lower it{named}"
+            )
+        # A release is charged the steps of all trainings of a phase. A step draws about one batch.
+        steps = strategy.traits.fits * config.training.steps_per_round(num_units)
+        found = plan_of_releases(privacy, releases, 1 / math.ceil(num_units / config.training.batch_size), steps)
     else:
         return None
     by_epsilon = privacy.noise_multiplier is None and privacy.calibration != "paper"
@@ -267,22 +276,6 @@ def printed_plan(privacy: SiteLevelDpConfig, batch_size: int, steps: int, releas
     sigma = paper_sigma(privacy, batch_size * privacy.sites, steps)
     kept = sigma / math.sqrt(tensors * (privacy.sites if privacy.trust == "local" else 1))
     return Plan(privacy, kept, GaussianEvent(kept, slack=SLACK), releases, tensors)
-
-
-def _local_plan(config: JobConfig, privacy: DpSgdConfig, releases: int, num_units: int, passes: int) -> Plan:
-    """Return the plan of DP-SGD at a site.
-
-    `passes`: how many trainings one phase has. A release is charged the steps of all of them.
-    """
-    if config.training.batch_size >= num_units:
-        units, named = ("samples", "") if privacy.unit == "record" else ("patients", ', or write "patient" into every entry')
-        raise ConfigError(
-            f"training.batch_size: {config.training.batch_size}: not under this site's {num_units} {units}, so nothing is "
-            f"sampled and {privacy.unit}-level DP has no use; lower it{named}"
-        )
-    steps = passes * config.training.steps_per_round(num_units)
-    rate = 1 / math.ceil(num_units / config.training.batch_size)  # a step draws about one batch
-    return plan_of_releases(privacy, releases, rate, steps)
 
 
 def plan_of_releases(privacy: PrivacyConfig, releases: int, rate: float = 1.0, steps: int = 1) -> Plan:

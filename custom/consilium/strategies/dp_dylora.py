@@ -51,18 +51,17 @@ class DPDyLoRA(Strategy):
         low = min(self.rank_min, full)
         return low + seed_for(self.seed, "rank", round) % (full - low + 1)
 
-    def _shape(self, name: str, full: tuple[int, ...], round: int) -> tuple[int, ...]:
-        """Return the shape of tensor `name` at the round's rank; `full` if it is not a factor."""
-        if (which := factor(name)) is None:
-            return full
-        return (self.rank(full[0], round), full[1]) if which == "A" else (full[0], self.rank(full[1], round))
-
     def payload(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return the factors truncated to the round's rank b, and the full rank r, to which a site pads them.
 
         The scalar "scaling" is r / b: it turns the adapter's alpha / r into alpha / b.
         """
-        cut = {n: _cut(t, self._shape(n, tuple(t.shape), state.round)) for n, t in state.shared.items()}
+        cut = dict(state.shared)
+        for name, tensor in state.shared.items():
+            if factor(name) == "A":
+                cut[name] = tensor[: self.rank(tensor.shape[0], state.round)]
+            elif factor(name) == "B":
+                cut[name] = tensor[:, : self.rank(tensor.shape[1], state.round)]
         full = float(_full_rank(state.shared))
         return Payload(state.round, state.phase, cut, {"rank": full, "scaling": full / _full_rank(cut)})
 

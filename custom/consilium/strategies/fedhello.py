@@ -24,7 +24,7 @@ Allocation", arXiv 2506.12213, 2025.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
@@ -111,7 +111,14 @@ class FedHeLLo(UnequalRanks):
         shared = mean_non_lora_tensors(state, results, share)
         ends = {name: upload.trained_tensors() for name, upload in sorted(results.items())}
         for layer in shapes(state.shared):
-            shared |= self._mean(state, layer, ends, share)
+            trainers = [name for name, end in ends.items() if len(end[f"{layer}.lora_A"])]
+            if not trainers:
+                shared |= pair(layer, factors(state.shared, layer))
+                continue
+            total = sum(share[name] for name in trainers)
+            values = [[share[name] / total * one.double() for one in factors(ends[name], layer)] for name in trainers]
+            b, a = (torch.stack(list(parts)).sum(0).float() for parts in zip(*values, strict=True))
+            shared |= pair(layer, (b, a))
         following = advance(self, state, shared=shared)
         if self.layers != "fisher":
             return following
@@ -124,15 +131,6 @@ class FedHeLLo(UnequalRanks):
                 means = {n: squares[n] / sum(part.numel() for part in move) for n, move in moves.items()}
                 scores[index] = sum(share[name] / total * means[name] for name in moves)
         return replace(following, matrices={SCORES: scores})
-
-    def _mean(self, state: ServerState, layer: str, ends: Mapping[str, Tensors], share: Mapping[str, float]) -> Tensors:
-        trainers = [name for name, end in ends.items() if len(end[f"{layer}.lora_A"])]
-        if not trainers:
-            return pair(layer, factors(state.shared, layer))
-        total = sum(share[name] for name in trainers)
-        values = [[share[name] / total * one.double() for one in factors(ends[name], layer)] for name in trainers]
-        b, a = (torch.stack(list(parts)).sum(0).float() for parts in zip(*values, strict=True))
-        return pair(layer, (b, a))
 
 
 def chosen_layer_indices(rule: str, layers: int, count: int) -> list[int]:

@@ -17,7 +17,6 @@ from pydantic import Field
 
 from consilium.core import lowrank
 from consilium.core.lowrank import Change, Update
-from consilium.core.messages import SiteInfo
 from consilium.core.schema import Positive
 from consilium.strategies.strategy import ServerState, SiteResult, shares
 from consilium.strategies.unequal_ranks import ExactServer, stored_spectra
@@ -39,15 +38,13 @@ class FedHL(ExactServer):
 
         e_i in [0, 1] is the share of the update's energy that the site's ranks leave out.
         """
-        own = shares(uploads)
-        raw = {name: own[name] / (self.floor + self._lost_energy_share(state, upload.site)) for name, upload in uploads.items()}
+        own, spectra, raw = shares(uploads), stored_spectra(state), dict[str, float]()
+        total = sum(one.energy for one in spectra.values())  # 0 before the first update, when no site has lost anything
+        for name, upload in uploads.items():
+            ranks = self.download_ranks(state, upload.site)
+            lost = sum(one.rest(ranks[layer]) for layer, one in spectra.items()) / total if total > 0 else 0.0
+            raw[name] = own[name] / (self.floor + lost)
         return {name: value / sum(raw.values()) for name, value in raw.items()}
-
-    def _lost_energy_share(self, state: ServerState, site: SiteInfo) -> float:
-        """Return the share of the global update's energy that the site's ranks leave out; 0 before there is an update."""
-        ranks, found = self.download_ranks(state, site), stored_spectra(state)
-        total = sum(one.energy for one in found.values())
-        return sum(one.rest(ranks[layer]) for layer, one in found.items()) / total if total > 0 else 0.0
 
     def merge_layer(self, update: Update, layer: list[Change]) -> Update:
         """Return W plus the weighted residuals."""

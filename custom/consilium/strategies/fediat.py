@@ -93,8 +93,14 @@ class FedIAT(Strategy):
         """Return lambda * L_SOR, and update the moving averages of the private factors' drift in `step.memory`."""
         if not self.sor_weight:
             return None
-        terms = []
-        for key, layers in self._groups(step.params).items():
+        # Layers with the same shared factor and the same shapes are a group, which needs one batched product.
+        groups, terms = dict[str, list[str]](), []
+        for name in step.params:
+            if factor(name) == "A":
+                layer = name.removesuffix(".lora_A")
+                sizes = f"{tuple(step.params[name].shape)}{tuple(step.params[layer + '.lora_B'].shape)}"
+                groups.setdefault(f"{self.shared_factor(name)}{sizes}", []).append(layer)
+        for key, layers in groups.items():
             shared, private = ("A", "B") if key.startswith("A") else ("B", "A")
             shared_0, private_0 = (
                 self._stacked_anchor(key, shared, layers, step),
@@ -109,16 +115,6 @@ class FedIAT(Strategy):
             proxy_lo = private_0.mT @ drift if private == "B" else private_0 @ drift.mT
             terms.append(squared_cosine(proxy_sh, proxy_lo, self._cosine_epsilon(shared_0, private_0)).sum())
         return self.sor_weight * torch.stack(terms).sum()
-
-    def _groups(self, params: Mapping[str, Tensor]) -> dict[str, list[str]]:
-        """Return layers grouped by shared factor and by shapes, so that each group needs one batched product."""
-        groups: dict[str, list[str]] = {}
-        for name in params:
-            if factor(name) == "A":
-                layer = name.removesuffix(".lora_A")
-                shapes = f"{tuple(params[name].shape)}{tuple(params[layer + '.lora_B'].shape)}"
-                groups.setdefault(f"{self.shared_factor(name)}{shapes}", []).append(layer)
-        return groups
 
     def _cosine_epsilon(self, shared_0: Tensor, private_0: Tensor) -> Tensor:
         """Return the epsilon that Eq. 8 adds to the product of norms, per layer (L,), scaled by `eps_scale`.

@@ -86,7 +86,10 @@ class FedRA(FedIT):
     def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
         """Return the next state: each tensor is the plain mean over the sites that had it."""
         ordered = [results[name] for name in sorted(results)]
-        shared = {name: _mean(value, _site_updates(ordered, name)) for name, value in state.shared.items()}
+        shared = dict(state.shared)
+        for name, value in state.shared.items():
+            if moves := _site_updates(ordered, name):
+                shared[name] = (value.double() + sum_tensors(moves) / len(moves)).to(value.dtype)
         return advance(self, state, shared=shared)
 
     def diagnostics(self, state: ServerState, results: dict[str, SiteResult]) -> dict[str, float]:
@@ -112,7 +115,3 @@ class FedRA(FedIT):
 def _site_updates(results: list[SiteResult], name: str) -> list[Tensor]:
     """Return the updates of tensor `name`, float64, from the sites that had it."""
     return [one.update.tensors[name].double() for one in results if one.sent.tensors[name].numel()]
-
-
-def _mean(value: Tensor, moves: list[Tensor]) -> Tensor:
-    return (value.double() + sum_tensors(moves) / len(moves)).to(value.dtype) if moves else value

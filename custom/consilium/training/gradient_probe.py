@@ -35,11 +35,15 @@ class BatchGradients:
     def __call__(self, values: Tensors, names: Collection[str]) -> tuple[float, Tensors]:
         """See GradientProbe. Raises DataError if no sample can be read, ConsiliumError for a loss that is not finite.
 
-        If no sample can be read and the task is `quiet` about unfit samples, loss and gradients are 0 instead.
+        If no sample can be read and the task ignores unfit samples, loss and gradients are 0 instead.
         """
-        if not (batch := self._next_batch()) and getattr(self.task, "ignores_unfit", False):
-            return 0.0, {name: torch.zeros_like(values[name], device="cpu") for name in names}
-        if not batch:
+        for _ in range(self.batches):  # until a batch has a readable sample
+            number, indices = next(self._parts)
+            if batch := self.task.batch(indices, seed_for(self.seed, "look", number)):
+                break
+        else:
+            if getattr(self.task, "ignores_unfit", False):
+                return 0.0, {name: torch.zeros_like(values[name], device="cpu") for name in names}
             raise DataError(NOTHING_LEFT)
         adapter_state.load(self.model, values)
         params = adapter_state.tensors(self.model)
@@ -52,14 +56,6 @@ class BatchGradients:
             what = f"training.lr: {self.config.lr}: the loss became {loss.item()} before training; lower it or check the data"
             raise ConsiliumError(what, Reason.TRAINING)
         return loss.item(), gradients_of(loss, {name: params[name] for name in names})
-
-    def _next_batch(self) -> Batch:
-        """Return the next batch with at least one readable sample, {} if there is none."""
-        for _ in range(self.batches):
-            number, indices = next(self._parts)
-            if batch := self.task.batch(indices, seed_for(self.seed, "look", number)):
-                return batch
-        return {}
 
 
 def gradients_of(loss: Tensor, of: Mapping[str, Tensor]) -> Tensors:

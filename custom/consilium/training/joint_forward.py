@@ -80,7 +80,15 @@ class Call:
     @property
     def key(self) -> Key:
         """The properties that joined calls must share: shapes of a row, other arguments, and the model's settings."""
-        return self.part.training, adapter_state.forward_settings(self.model), _join_key((self.arguments, self.options))
+        leaves, structure = tree_flatten((self.arguments, self.options))
+        kinds = list[Any]()
+        for one in leaves:
+            if isinstance(one, Tensor):  # tokens may differ in length, because they are padded
+                size = "tokens" if _is_tokens(one) else tuple(one.shape[1:])
+                kinds.append((str(one.dtype), str(one.device), size))
+            else:
+                kinds.append(one if isinstance(one, (bool, int, float, str, type(None))) else id(one))
+        return self.part.training, adapter_state.forward_settings(self.model), str(structure), tuple(kinds)
 
 
 def forward_together(calls: Sequence[Call]) -> list[Any]:
@@ -166,18 +174,6 @@ def _check_equal(joined: Any, alone: Any) -> None:
 
 def _is_tokens(value: Tensor) -> bool:
     return value.ndim == 2 and not value.is_floating_point()
-
-
-def _join_key(value: Any) -> Any:
-    """Return a key that is equal for values that can be joined. Tokens may differ in length, because they are padded."""
-    leaves, structure = tree_flatten(value)
-    return str(structure), tuple(map(_leaf_key, leaves))
-
-
-def _leaf_key(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return str(value.dtype), str(value.device), "tokens" if _is_tokens(value) else tuple(value.shape[1:])
-    return value if isinstance(value, (bool, int, float, str, type(None))) else id(value)
 
 
 def _join(values: Sequence[Any], length: int) -> Any:

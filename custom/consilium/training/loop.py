@@ -111,19 +111,17 @@ class LossAccumulator:
         if not (last or self.device.type in AT_ONCE or now - self._last >= EVERY):
             return False
         self._last = now
-        self._read(torch.stack(self._unread).tolist() if self._unread else [])
-        return True
-
-    def _read(self, values: list[float]) -> None:
-        """Add the losses step by step, so that the sum does not depend on when they are read."""
+        values: list[float] = torch.stack(self._unread).tolist() if self._unread else []
         wrong = next((value for value in values if not math.isfinite(value)), None)
         if wrong is not None and not self.private:
             what = f"training.lr: {self.lr}: the loss became {wrong}; lower it or check the data"
             raise ConsiliumError(what, Reason.TRAINING)
         products = [share * value if math.isfinite(value) else 0.0 for share, value in zip(self._shares, values, strict=True)]
+        # Added step by step, so that the sum does not depend on when the losses are read.
         for begin, end in zip([0, *self._ends], self._ends, strict=False):
             self.total += sum(products[begin:end])
         self._shares, self._unread, self._ends = [], [], []
+        return True
 
 
 # loop ------------------------------------------------------------------------------------------------------------------

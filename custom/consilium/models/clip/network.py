@@ -5,7 +5,6 @@ The weights are read from BiomedCLIP's file or the package's, and written as a f
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -138,10 +137,22 @@ def build(config: ClipConfig, task: Any, checkpoint: Path | None, weights: bool,
 
 
 def _fill(model: ClipClassifier, tensors: dict[str, Tensor], path: Path) -> None:
-    """Load all tensors except the head, interpolating position embeddings if the model's picture size differs."""
+    """Load all tensors except the head, interpolating position embeddings if the model's picture size differs.
+
+    Raises CheckpointError, naming the first tensor that differs, unless names and shapes agree.
+    """
     want = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("head.")}
     state = {name: _resize(name, tensor.float(), want.get(name)) for name, tensor in tensors.items()}
-    _require_equal_layout(path, want, state)
+    if wrong := sorted(n for n in want.keys() | state.keys() if n not in want or n not in state):
+        raise CheckpointError(
+            f"model.checkpoint: {path}: another architecture than model.variant: {wrong[0]} is "
+            f"{'missing' if wrong[0] in want else 'one too many'}; change one"
+        )
+    if wrong := sorted(n for n in want if want[n].shape != state[n].shape):
+        raise CheckpointError(
+            f"model.checkpoint: {path}: another architecture than model.variant: {wrong[0]} is {tuple(state[wrong[0]].shape)}, "
+            f"not {tuple(want[wrong[0]].shape)}; change one"
+        )
     model.load_state_dict(state, strict=False)  # strict but for the head, which starts at zero
 
 
@@ -176,20 +187,6 @@ def _read(variant: str, checkpoint: Path | None) -> dict[str, Tensor]:
     if (projection := state.get("visual.head.proj.weight")) is not None:
         found["projection.weight"] = projection
     return found
-
-
-def _require_equal_layout(path: Path, want: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError, naming the first tensor that differs, unless names and shapes agree."""
-    if wrong := sorted(n for n in want.keys() | state.keys() if n not in want or n not in state):
-        raise CheckpointError(
-            f"model.checkpoint: {path}: another architecture than model.variant: {wrong[0]} is "
-            f"{'missing' if wrong[0] in want else 'one too many'}; change one"
-        )
-    if wrong := sorted(n for n in want if want[n].shape != state[n].shape):
-        raise CheckpointError(
-            f"model.checkpoint: {path}: another architecture than model.variant: {wrong[0]} is {tuple(state[wrong[0]].shape)}, "
-            f"not {tuple(want[wrong[0]].shape)}; change one"
-        )
 
 
 def _to_vit_tensors(name: str, tensor: Tensor) -> dict[str, Tensor]:

@@ -229,7 +229,9 @@ def _read(variant: str, checkpoint: Path | None) -> dict[str, Tensor]:
     state = med2d.unwrap_checkpoint(load_tensors(path))
     if not isinstance(state, dict) or "image_encoder.pos_embed" not in state:
         raise CheckpointError(f"model.checkpoint: {path}: holds no SAM (no image_encoder.pos_embed); give Meta's .pth")
-    found = next((n for n, s in SHAPES.items() if _fits(s, state)), "an unknown SAM")
+    depth, adapted = sum(name.endswith("attn.qkv.weight") for name in state), med2d.MARK in state
+    alike = (name for name, shape in SHAPES.items() if shape.depth == depth and shape.adapted == adapted)
+    found = next((n for n in alike if SHAPES[n].width == state["image_encoder.pos_embed"].shape[-1]), "an unknown SAM")
     if found != variant:
         raise CheckpointError(f"model.checkpoint: {path}: looks like {found}, model.variant is {variant}; change one")
     return state
@@ -244,15 +246,6 @@ def _fill(model: PromptedSam, state: dict[str, Tensor], path: Path) -> None:
     ):
         raise CheckpointError(f"model.checkpoint: {path}: {wrong[0]} is missing or of another shape; fetch it again")
     model.load_state_dict(state)
-
-
-def _fits(shape: Shape, state: dict[str, Tensor]) -> bool:
-    depth = sum(name.endswith("attn.qkv.weight") for name in state)
-    return (
-        depth == shape.depth
-        and shape.adapted == (med2d.MARK in state)
-        and state["image_encoder.pos_embed"].shape[-1] == shape.width
-    )
 
 
 def _resize(name: str, tensor: Tensor, want: Tensor | None) -> Tensor:

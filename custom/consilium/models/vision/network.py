@@ -104,11 +104,20 @@ def build(config: VisionConfig, task: Any, checkpoint: Path | None, weights: boo
     model: Any = transformers_folder.build(AutoModel, checkpoint, config.config, weights, KNOWN)
     transformers_folder.require_no_running_means(model, model.config.model_type)
     transformers_folder.require_normalization(checkpoint if weights else None, *config.pixel_normalization)
-    own = _checked_vision_config(model, config.image_size)
+    own = get_vision_config(model.config)
+    patch = getattr(own, "patch_size", None)
+    if not isinstance(patch, int) or not hasattr(own, "hidden_size"):
+        raise ConfigError(
+            f"model.config: model_type {model.config.model_type!r} is not a {KNOWN.what} of patches; known are {KNOWN.examples}"
+        )
+    require_multiple(config.image_size, patch, f"the patch size {patch}")
     for name in TEXT_PARTS:
         if hasattr(model, name):
             delattr(model, name)
-    width = own.hidden_size if config.features == "dense" else _pooled_width(model, own)
+    projection = getattr(model, "visual_projection", None)  # of a model with two towers, after the pooled output
+    width = own.hidden_size
+    if config.features != "dense" and isinstance(projection, nn.Linear):
+        width = projection.out_features
     transformers_folder.add_head(model, OURS, width, task.outputs, KNOWN)
     model.dense = config.features == "dense"
     transformers_folder.register_normalization(model, config.pixel_normalization)
@@ -116,24 +125,6 @@ def build(config: VisionConfig, task: Any, checkpoint: Path | None, weights: boo
     if not weights and model.config.model_type not in config.apart:
         _check_features(copy.deepcopy(model).to("meta"), config, width)
     return transformers_folder.set_evaluation_mode(model, use_checkpointing)
-
-
-def _checked_vision_config(model: Any, side: int) -> Any:
-    """Return the vision tower's config. Raises ConfigError for a model without one, or a picture size it cannot take."""
-    own = get_vision_config(model.config)
-    patch = getattr(own, "patch_size", None)
-    if not isinstance(patch, int) or not hasattr(own, "hidden_size"):
-        raise ConfigError(
-            f"model.config: model_type {model.config.model_type!r} is not a {KNOWN.what} of patches; known are {KNOWN.examples}"
-        )
-    require_multiple(side, patch, f"the patch size {patch}")
-    return own
-
-
-def _pooled_width(model: Any, own: Any) -> int:
-    """Return the number of features of the encoder's pooled output, after the projection of a model with two towers."""
-    projection = getattr(model, "visual_projection", None)
-    return projection.out_features if isinstance(projection, nn.Linear) else own.hidden_size
 
 
 def _check_features(model: Classifier, config: VisionConfig, width: int) -> None:

@@ -62,7 +62,8 @@ def certificate_key(root: x509.Certificate, server: str, name: str, pem: str) ->
     try:
         found = x509.load_pem_x509_certificate(pem.encode())
         found.verify_directly_issued_by(root)
-        key, authority = found.public_key(), _is_authority(found)
+        key, extensions = found.public_key(), [one.value for one in found.extensions]
+        authority = any(one.ca for one in extensions if isinstance(one, x509.BasicConstraints))
         names, roles = (
             [attribute.value for attribute in found.subject.get_attributes_for_oid(oid)]
             for oid in (NameOID.COMMON_NAME, NameOID.UNSTRUCTURED_NAME)
@@ -82,13 +83,6 @@ def certificate_key(root: x509.Certificate, server: str, name: str, pem: str) ->
     if names != [name] or name == server:
         raise _certificate_refusal(name, "is of another name, or the server's")
     return key
-
-
-def _is_authority(found: x509.Certificate) -> bool:
-    try:
-        return found.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
-    except x509.ExtensionNotFound:
-        return False
 
 
 def _certificate_refusal(name: str, what: str) -> RefusedError:

@@ -164,7 +164,16 @@ class Party:
         if self.sums is not None:
             self.sums.check(cohort)
         context = self._prepare_context(place, question, cohort, terms)
-        self._check_last_attempt_cancelled(values, place, question, cohort, terms, keys)
+        # The last attempt at this phase must not be opened any more: two sums could reveal one site.
+        if (
+            last is not None
+            and (last.round, last.phase) == (place.round, place.phase)
+            and self._prepare_context(last, question, cohort, terms).hex() != values["attempt"]["context"]
+        ):
+            raise refusal_error("a new attempt asks other sites, or on other terms, than the last")
+        if place.attempt:
+            before = self._prepare_context(Place(place.round, place.phase, place.attempt - 1), question, cohort, terms)
+            check_cancelled(question.get("cancelled"), before, cohort, terms, keys)
         attempt: dict[str, Any] = {"cohort": cohort, "context": context.hex()}
         values |= {"place": [place.round, place.phase, place.attempt], "roster": question["roster"], "attempt": attempt}
         return self.record.answer_once(attempt, "prepare", question, lambda: self._make_shares(values, attempt, context, terms))
@@ -185,28 +194,6 @@ class Party:
         self, place: Place, question: Message, cohort: Iterable[str], terms: Terms, rounds: int | None = None
     ) -> bytes:
         return prepare_context(self.config, self.run, place, question["roster"], cohort, terms, rounds)
-
-    def _check_last_attempt_cancelled(
-        self,
-        values: Mapping[str, Any],
-        place: Place,
-        question: Message,
-        cohort: list[str],
-        terms: Terms,
-        keys: Mapping[str, rsa.RSAPublicKey],
-    ) -> None:
-        """Raise RefusedError if the last attempt at this phase could still be opened: two sums could reveal one site."""
-        last = _last_place(values)
-        same = last is not None and (last.round, last.phase) == (place.round, place.phase)
-        if (
-            last is not None
-            and same
-            and self._prepare_context(last, question, cohort, terms).hex() != values["attempt"]["context"]
-        ):
-            raise refusal_error("a new attempt asks other sites, or on other terms, than the last")
-        if place.attempt:
-            before = self._prepare_context(Place(place.round, place.phase, place.attempt - 1), question, cohort, terms)
-            check_cancelled(question.get("cancelled"), before, cohort, terms, keys)
 
     def _make_shares(self, values: Mapping[str, Any], attempt: dict[str, Any], context: bytes, terms: Terms) -> Message:
         """Draw the attempt's mask key and self-mask seed. Return the answer to prepare.

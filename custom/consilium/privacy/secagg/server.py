@@ -118,7 +118,15 @@ class Attempt:
         """Return the parties, the sites that have prepared, fixed from now on. Raises ConsiliumError if they are too few."""
         parties = self._decide_once("parties", lambda: sorted(self.answers_to("prepare")))
         if len(parties) < self.terms.least:
-            raise self._too_few_error(len(parties))
+            (self.folder / "parties.json").unlink(missing_ok=True)  # not used in a question yet, so more sites may join
+            need = f"threshold {self.terms.threshold} of {self.terms.asked}"
+            if self.config.has_sums_without_noise:
+                silent = first_names_text(self.silent_sites("prepare", self.cohort), NAMED)
+                need = f"all that are asked, without noise; {silent} not yet"
+            raise ConsiliumError(
+                f"secure aggregation: {len(parties)} of {self.terms.asked} sites have prepared, a sum needs "
+                f"{self.terms.least} ({need})"
+            )
         return parties
 
     def _decide_once(self, what: str, make: Callable[[], Any]) -> Any:
@@ -127,16 +135,6 @@ class Attempt:
         if not path.is_file():
             write_json(path, make())
         return read_json(path)
-
-    def _too_few_error(self, there: int) -> ConsiliumError:
-        (self.folder / "parties.json").unlink(missing_ok=True)  # not used in a question yet, so more sites may join
-        need = f"threshold {self.terms.threshold} of {self.terms.asked}"
-        if self.config.has_sums_without_noise:
-            silent = first_names_text(self.silent_sites("prepare", self.cohort), NAMED)
-            need = f"all that are asked, without noise; {silent} not yet"
-        return ConsiliumError(
-            f"secure aggregation: {there} of {self.terms.asked} sites have prepared, a sum needs {self.terms.least} ({need})"
-        )
 
     # train -------------------------------------------------------------------------------------------------------------
 
