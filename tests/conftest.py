@@ -22,7 +22,8 @@ from consilium.client import site_data
 from consilium.config.job import JobConfig
 from consilium.core.registry import KindField
 from consilium.core.schema import Section, validate
-from consilium.federation.job import Job, assemble_job
+from consilium.federation.job_assembly import Job, assemble_job
+from consilium.flare.job import executor, transport
 from consilium.report import predictions
 from consilium.strategies.registry import STRATEGIES
 from consilium.strategies.strategy import Strategy
@@ -54,7 +55,7 @@ def _equal_environment() -> None:
 def _equal_work_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Draw equal phantoms, check a private key and look a package up once a process: they depend on their arguments alone.
 
-    Nor does anything wait for the disk, as nobody cuts the power.
+    Nor does anything wait for the disk, as nobody cuts the power, or collect garbage after each message.
     """
     draw, drawn = site_data.make_phantoms, dict[str, Path]()
 
@@ -71,6 +72,8 @@ def _equal_work_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         patch.setattr(site_data, "make_phantoms", copied)
         patch.setattr(serialization, "load_pem_private_key", cache(serialization.load_pem_private_key))
         patch.setattr(os, "fsync", lambda file: None)
+        for module in (executor, transport):
+            patch.setattr(module, "collect_garbage", lambda: None)
         yield
 
 

@@ -64,7 +64,7 @@ SERVER = """
 import consilium.flare.job.aggregator, consilium.flare.job.controller, consilium.flare.job.filters
 from pathlib import Path
 from consilium.config.job import load_job
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.server.coordinator import Coordinator
 if {text}:
     import transformers

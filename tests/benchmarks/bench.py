@@ -22,7 +22,7 @@ from consilium.adapters.kinds import LoraConfig
 from consilium.config.job import load_job
 from consilium.config.site import SiteConfig
 from consilium.core.messages import SiteInfo
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.flare.job import wire
 from consilium.flare.job.recipe import export_simulation_job
 from consilium.flare.job.simulator import Simulator

@@ -35,7 +35,7 @@ from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig, read_site_folder
 from consilium.core.errors import ConfigError
 from consilium.estimates.compute import MemoryTracker, flops_per_sample, step_flops
-from consilium.federation.job import Job, assemble_job, build_model, build_task
+from consilium.federation.job_assembly import Job, assemble_job, build_model, build_task
 from consilium.tasks.base import Batch, Task
 from consilium.training.device import autocast, peak_memory, pick_device
 from consilium.training.loop import prefetched_batches, train

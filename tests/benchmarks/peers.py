@@ -66,7 +66,7 @@ def _write_job(folder: Path, weights: Path) -> None:
     from safetensors.torch import save_file
 
     from consilium.config.job import load_job
-    from consilium.federation.job import assemble_job
+    from consilium.federation.job_assembly import assemble_job
 
     shape = json.loads((weights / "config.json").read_text())
     job = {

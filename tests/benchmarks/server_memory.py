@@ -16,7 +16,7 @@ from unittest.mock import patch
 import psutil
 
 from consilium.config.job import JobConfig
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from tests.conftest import small_config
 from tests.federation.test_coordinator import coordinator, update
 

@@ -20,7 +20,7 @@ import torch
 
 from consilium.cli.options import load
 from consilium.config.site import SiteConfig
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.runtime import engine
 from consilium.runtime.run_loop import RunLoop
 

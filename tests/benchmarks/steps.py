@@ -21,7 +21,7 @@ from consilium.client.evaluator import enable_embedding_cache
 from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig, TrainingConfig
 from consilium.config.site import CacheConfig, SiteConfig
-from consilium.federation.job import build_model, build_task
+from consilium.federation.job_assembly import build_model, build_task
 from consilium.tasks.language.task import mean_loss
 from consilium.training.loop import make_optimizer
 from tests.conftest import small_config, small_text

@@ -34,7 +34,7 @@ from consilium.cli.site_records import find_site_records
 from consilium.client import approval
 from consilium.config.job import load_job
 from consilium.config.site import SiteConfig
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.federation.run_folders import STATE
 from consilium.flare.job.recipe import export_simulation_job
 from consilium.flare.kit import key_lock
@@ -612,6 +612,7 @@ def is_closed(link: socket.socket) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [HALF, HEAVY, b""])
 def test_connections_of_strangers_do_not_lock_the_person_out(kits: Path, sent: bytes) -> None:
     """The process may have 256 files open."""
@@ -646,6 +647,7 @@ def test_request_that_drips_is_closed(kits: Path, monkeypatch: pytest.MonkeyPatc
         assert 0.5 < time.monotonic() - start < 5
 
 
+@pytest.mark.slow
 def test_page_of_the_person_survives_a_flood(site: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
     ends, replies = threading.Event(), list[tuple[int, dict[str, str], bytes]]()
     monkeypatch.setattr(kit_pages, "health_page", lambda kit: str(ends.wait(60)))

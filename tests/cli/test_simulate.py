@@ -137,7 +137,7 @@ def test_a_state_that_a_simulation_does_not_use_is_told(
     def stop(*_: Any) -> None:
         raise ConfigError("stop")
 
-    monkeypatch.setattr("consilium.federation.job.assemble_job", stop)
+    monkeypatch.setattr("consilium.federation.job_assembly.assemble_job", stop)
     assert run(monkeypatch, *JOB, "--workspace", tmp_path / "w", "--data", tmp_path) == 2
     note = "a, d: a simulation keeps ledger and records in its workspace; site.yaml's `state` is not used: "
     assert capsys.readouterr().err.splitlines() == [f"{note}set `privacy.ledger` to add runs up", "stop"]
@@ -255,7 +255,7 @@ def test_ctrl_c_before_the_first_round_and_with_flare(
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("consilium.federation.job.assemble_job", stop)
+    monkeypatch.setattr("consilium.federation.job_assembly.assemble_job", stop)
     assert run(monkeypatch, *JOB, "--workspace", tmp_path / "w") == 130
     assert "interrupted; no round is finished: start it anew" in capsys.readouterr().err
     monkeypatch.setattr("consilium.flare.job.simulator.Simulator.run_in_child", stop)

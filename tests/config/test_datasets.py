@@ -15,7 +15,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig, find_site, load_site
 from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from tests.conftest import small_config
 
 

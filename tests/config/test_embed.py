@@ -10,7 +10,7 @@ import yaml
 from consilium.cli.options import load
 from consilium.config.job import load_job, read_job_bytes
 from consilium.core.errors import ConfigError
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from tests.conftest import run
 from tests.models.folders import config_of, save_folder
 

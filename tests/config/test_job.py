@@ -9,7 +9,7 @@ import yaml
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import Given, find_site, load_site, read_site_folder
 from consilium.core.errors import ConfigError
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.strategies.fediat import FedIAT
 from consilium.strategies.registry import STRATEGIES
 from tests.conftest import JOBS, small_cells, small_config

@@ -8,7 +8,7 @@ import yaml
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import load_site
 from consilium.core.errors import ConfigError
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from tests.conftest import JOBS, small_config
 
 

@@ -19,7 +19,7 @@ from consilium.data.check_samples import check_and_find_vanished
 from consilium.data.datalist import SCORED, Item, cropped_item
 from consilium.data.images import read_sample, resize_labels
 from consilium.data.settings import PictureSettings
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.report.results_table import results_table
 from consilium.report.run_record import read_run
 from consilium.runtime.engine import simulate

@@ -14,7 +14,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import load_site
 from consilium.core.errors import Reason
 from consilium.core.storage import load_state
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.federation.run_folders import STATE
 from consilium.privacy import audit_log
 from consilium.privacy.ledger import Ledger

@@ -11,7 +11,7 @@ from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
 from consilium.core.storage import load_state
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.federation.run_folders import STATE
 from consilium.models.sam.network import build_sam
 from consilium.privacy import audit_log

@@ -16,7 +16,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, PROTOCOL
 from consilium.core.storage import load_state
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.runtime.engine import simulate
 from tests.conftest import small_config
 from tests.deployment.federation import ADMIN, ROOT, Federation

@@ -20,7 +20,7 @@ from consilium.core.storage import load_state
 from consilium.data import disk_cache as cache_folder
 from consilium.data.datalist import DataList, Loading
 from consilium.data.text import Text
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.privacy.dpsgd import DpSgd
 from consilium.report.results_table import results_table
 from consilium.report.tables import terminal_table

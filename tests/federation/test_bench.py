@@ -9,7 +9,7 @@ from torch import nn
 
 from consilium.client.site_data import load_site_data
 from consilium.config.site import SiteConfig
-from consilium.federation.job import assemble_job, build_task
+from consilium.federation.job_assembly import assemble_job, build_task
 from tests.benchmarks import job_steps as benches
 from tests.benchmarks.job_steps import Bench, Way, bench, interval
 from tests.conftest import small_cells

@@ -10,7 +10,7 @@ from consilium.adapters.names import is_base
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
-from consilium.federation.job import Job, assemble_job, build_meta_model, build_model
+from consilium.federation.job_assembly import Job, assemble_job, build_meta_model, build_model
 from tests.conftest import small_cells, small_config, small_text
 
 LORA = {"kind": "lora", "rank": 4, "alpha": 8}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from consilium.core import storage
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.server import run_start
 from consilium.server.run_start import Saved
 from consilium.strategies.strategy import ServerState

@@ -14,7 +14,7 @@ from consilium import __version__
 from consilium.config.job import JobConfig
 from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError, Reason, RefusedError
 from consilium.core.messages import HELD_OUT, Hello, Kind, Payload
-from consilium.federation.job import Job, assemble_job
+from consilium.federation.job_assembly import Job, assemble_job
 from consilium.report.run_record import read_run
 from consilium.report.untrusted_files import read_lines
 from consilium.runtime.engine import LocalTransport

@@ -16,7 +16,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import TRAIN_LOSS, TRAIN_PENALTY, Payload, SiteInfo
 from consilium.federation.diagnostics import deviation, draw, drift
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.privacy.mechanism import linear_terms, measure_noise_terms as measured_noise
 from consilium.report.figures import plot_curves
 from consilium.runtime.engine import simulate

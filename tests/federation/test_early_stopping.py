@@ -21,7 +21,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import RefusedError
 from consilium.core.messages import HELD_OUT, Hello, Kind, Observer, Payload
 from consilium.core.storage import load_state
-from consilium.federation.job import Job
+from consilium.federation.job_assembly import Job
 from consilium.privacy.guard.masking import FILE, FOLDER, Masking
 from consilium.privacy.guard.task_schedule import AuthorizedTask, check_round_phase
 from consilium.report.compare.comparability import group_comparable

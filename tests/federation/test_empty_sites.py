@@ -9,7 +9,7 @@ from consilium.client.build import build_site
 from consilium.config.job import JobConfig
 from consilium.config.site import CapacityConfig, SiteConfig
 from consilium.core.errors import ConsiliumError
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.runtime.engine import simulate
 from tests.conftest import small_config, training_only
 from tests.data.storing import make_site

@@ -9,7 +9,7 @@ import pytest
 import consilium.models
 from consilium.config.job import JobConfig
 from consilium.estimates.compute import Samples, Work, flops_per_sample, generated_samples, run_flops, step_flops
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from tests.conftest import small_cells, small_config, small_text
 
 LM = json.loads((Path(consilium.models.__file__).parent / "weights/tiny_lm/config.json").read_text())

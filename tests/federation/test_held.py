@@ -10,7 +10,7 @@ import pytest
 from nvflare.apis.dxo import from_shareable
 
 from consilium.core.messages import SiteInfo
-from consilium.federation.job import Job
+from consilium.federation.job_assembly import Job
 from consilium.flare.job import wire
 from consilium.runtime.engine import LocalTransport
 from consilium.runtime.run_loop import RunLoop

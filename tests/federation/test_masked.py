@@ -23,7 +23,7 @@ from consilium.core.schema import validate
 from consilium.core.seeding import seed_for
 from consilium.core.storage import load_state
 from consilium.estimates.communication import compare
-from consilium.federation.job import Job
+from consilium.federation.job_assembly import Job
 from consilium.privacy.guard.release import upload_shapes
 from consilium.privacy.secagg.certificates import make_simulated_identities, read_root, read_simulated_identity
 from consilium.privacy.secagg.server import MASKED

@@ -20,7 +20,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.estimates import compute
 from consilium.estimates.compute import StepMemory, memory_of, remedies, replace_by_quantized_stand_ins
-from consilium.federation.job import assemble_job, build_model, kinds_of
+from consilium.federation.job_assembly import assemble_job, build_model, kinds_of
 from consilium.models.low_precision import frozen_linear
 from consilium.training.device import autocast, has_native_bf16
 from tests.conftest import JOBS, run, small_cells, small_config, small_text

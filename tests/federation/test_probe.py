@@ -14,7 +14,7 @@ from consilium.client import capacity_probe
 from consilium.client.build import build_site
 from consilium.config.job import ConfigError, JobConfig
 from consilium.config.site import CapacityConfig, SiteConfig
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.causal_lm.network import build_causal_lm
 from consilium.models.low_precision import store_frozen_as

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from consilium.adapters import adapter_state
 from consilium.client.build import build_site
 from consilium.client.client import Client
-from consilium.client.ddp import JointTask, Ranks, build_ranks, training_only
-from consilium.client.ddp_worker import (
+from consilium.client.data_parallel import JointTask, Ranks, build_ranks, training_only
+from consilium.client.data_parallel_worker import (
     BlockRequest,
     Share,
     join_process_group,
@@ -36,7 +36,7 @@ from consilium.core.child_process import ChildProcess, receive, send_by_value
 from consilium.core.errors import ConfigError, ConsiliumError, Reason
 from consilium.core.messages import Payload, SiteInfo
 from consilium.data.datalist import DataList, Item, Loading
-from consilium.federation.job import Job, assemble_job
+from consilium.federation.job_assembly import Job, assemble_job
 from consilium.training.sharding import unsharded_parameters
 from tests.conftest import small_cells, small_config, small_text
 from tests.data.storing import make_site

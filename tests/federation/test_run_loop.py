@@ -12,7 +12,7 @@ from nvflare.apis.signal import Signal
 from consilium import __version__
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import Hello, Kind, Payload
-from consilium.federation.job import Job
+from consilium.federation.job_assembly import Job
 from consilium.flare.job import wire
 from consilium.flare.job.transport import Aborted, FlareTransport
 from consilium.runtime.engine import LocalTransport

@@ -16,7 +16,7 @@ from consilium.config.run_sections import ServerConfig
 from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.messages import Hello, Payload, SiteInfo
 from consilium.core.schema import validate
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.server.aggregation import RoundAggregate, aggregate_results, robust_mean, server_optimizer_step
 from consilium.server.coordinator import Coordinator
 from consilium.strategies.deer import DEeR

@@ -10,13 +10,13 @@ from torch import nn
 
 from consilium.adapters import adapter_state
 from consilium.client.build import build_site
-from consilium.client.ddp import build_ranks
+from consilium.client.data_parallel import build_ranks
 from consilium.config.job import JobConfig
 from consilium.config.site import CapacityConfig, SiteConfig, load_site
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.data.datalist import DataList
 from consilium.estimates.compute import memory_of
-from consilium.federation.job import build_meta_model
+from consilium.federation.job_assembly import build_meta_model
 from consilium.training import sharding
 from consilium.training.sharding import backend, named_blocks, spared_bytes, unsharded_parameters
 from tests.conftest import assembled, run, small_cells, small_config, small_text

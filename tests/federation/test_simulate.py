@@ -15,7 +15,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConsiliumError
 from consilium.core.storage import load_state
 from consilium.estimates.communication import compare, run_bytes
-from consilium.federation.job import Job, assemble_job
+from consilium.federation.job_assembly import Job, assemble_job
 from consilium.models.clip.network import build_clip
 from consilium.models.sam.network import build_sam
 from consilium.runtime.engine import simulate

@@ -15,7 +15,7 @@ from consilium.core.errors import ConsiliumError
 from consilium.data import volumes
 from consilium.data.check import check_datalist
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.runtime.engine import simulate
 from tests.conftest import small_config
 from tests.data.marked import MARK, holding, hospitals

@@ -12,7 +12,7 @@ import torch
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.models.causal_lm.network import build_causal_lm
 from consilium.runtime.engine import simulate
 from tests.conftest import small_text

@@ -11,7 +11,7 @@ import torch
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.storage import load_state
-from consilium.federation.job import Job, assemble_job
+from consilium.federation.job_assembly import Job, assemble_job
 from consilium.runtime.engine import simulate
 from tests.conftest import Snapshot, small_text
 

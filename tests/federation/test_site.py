@@ -23,7 +23,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError, Reason, RefusedError
 from consilium.core.messages import HELD_OUT, Payload, SiteInfo
 from consilium.core.storage import load_state
-from consilium.federation.job import Job, assemble_job
+from consilium.federation.job_assembly import Job, assemble_job
 from consilium.federation.saved_model import read_adapter_folder, read_best
 from consilium.report import predictions
 from consilium.strategies.strategy import Role

@@ -15,7 +15,7 @@ from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import CacheConfig, SiteConfig
 from consilium.data import disk_cache as cache_folder
-from consilium.federation.job import build_model, build_task
+from consilium.federation.job_assembly import build_model, build_task
 from consilium.tasks.segmentation.task import SegmentationTask
 from consilium.training.loop import train
 from tests.conftest import small_config

@@ -15,7 +15,7 @@ from consilium.core.seeding import seed_for
 from consilium.core.storage import load_state
 from consilium.data.datalist import read_datalist
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.federation.job import Job, assemble_job, build_model, build_task
+from consilium.federation.job_assembly import Job, assemble_job, build_model, build_task
 from consilium.models.unet.network import build_unet
 from consilium.runtime.engine import simulate
 from consilium.training.loop import prefetched_batches

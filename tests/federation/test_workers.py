@@ -15,7 +15,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.child_process import ChildProcess
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.messages import Observer
-from consilium.federation.job import Job, assemble_job
+from consilium.federation.job_assembly import Job, assemble_job
 from consilium.runtime import worker_pool
 from consilium.runtime.engine import simulate
 from tests.conftest import JOBS, run, small_config

@@ -12,7 +12,7 @@ from nvflare.apis.signal import Signal
 
 from consilium import __version__
 from consilium.core.messages import Hello, Payload
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.flare.job import wire
 from consilium.flare.job.controller import RoundController
 from consilium.flare.job.transport import FlareTransport

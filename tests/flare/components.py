@@ -17,8 +17,8 @@ from nvflare.fuel.utils import fobs
 from consilium.adapters import adapter_state
 from consilium.config.job import load_job
 from consilium.core.storage import save_state
-from consilium.federation.job import assemble_job
-from consilium.flare.job import site_registry, wire
+from consilium.federation.job_assembly import assemble_job
+from consilium.flare.job import site_jobs, wire
 from consilium.flare.job.executor import SiteExecutor
 
 
@@ -88,8 +88,7 @@ class Thief(SiteExecutor):
             return result
         answer = wire.pop(result)
         everything = {
-            n: p.detach().clone()
-            for n, p in adapter_state.tensors(site_registry.built_client(self, fl_ctx).context.model).items()
+            n: p.detach().clone() for n, p in adapter_state.tensors(site_jobs.built_client(self, fl_ctx).context.model).items()
         }
         return wire.put(replace(answer, result=replace(answer.result, tensors=everything)))
 

@@ -19,7 +19,7 @@ from consilium.client.build import build_guard
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.core.messages import Hello, Payload, SiteInfo
-from consilium.federation.job import Job, assemble_job
+from consilium.federation.job_assembly import Job, assemble_job
 from consilium.flare.job import job_context, wire
 from consilium.flare.job.aggregator import StrategyAggregator
 from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter

@@ -18,7 +18,7 @@ from consilium.config.site import Given, SiteConfig, find_site
 from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.core.messages import Hello, Kind, Payload, Stage
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.federation.run_folders import claim_run_folder, known_run
 from consilium.privacy.guard.release import check_shares_model
 from consilium.runtime.engine import simulate

@@ -7,7 +7,7 @@ import pytest
 
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import Given, find_site
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.runtime.engine import simulate
 from tests.data.marked import holding, hospitals
 from tests.flare.running import MOSTLY_HERE, ROOT, Runner, state_of

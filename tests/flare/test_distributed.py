@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from consilium.cli.main import app
 from consilium.config.job import JobConfig
 from consilium.config.site import load_site
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.privacy.ledger import Ledger
 from consilium.runtime.engine import simulate
 from tests.conftest import small_cells, training_only

@@ -6,7 +6,7 @@ from pathlib import Path
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.messages import SiteInfo
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.runtime.engine import simulate
 from consilium.strategies.unequal_ranks import shapes
 from tests.conftest import small_text

@@ -6,7 +6,7 @@ import torch
 
 from consilium.config.site import SiteConfig
 from consilium.core.messages import SiteInfo
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.runtime.engine import simulate
 from consilium.strategies.fedsca import MATRIX
 from consilium.strategies.strategy import Role

@@ -10,7 +10,7 @@ import torch
 from consilium.config.job import JobConfig
 from consilium.config.site import load_site
 from consilium.core.errors import Reason
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.privacy.ledger import Ledger
 from consilium.runtime.engine import simulate
 from tests.conftest import small_config, training_only

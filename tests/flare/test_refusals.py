@@ -19,13 +19,13 @@ from nvflare.apis.signal import Signal
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 
 from consilium.client.build import build_site
-from consilium.client.ddp import rank_error
-from consilium.client.ddp_worker import as_failure
+from consilium.client.data_parallel import rank_error
+from consilium.client.data_parallel_worker import as_failure
 from consilium.config.run_sections import ServerConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError, DataError, Reason, RefusedError
 from consilium.core.messages import Kind, Payload, SiteInfo, Tensors
-from consilium.federation.job import Job, assemble_job
+from consilium.federation.job_assembly import Job, assemble_job
 from consilium.flare.admin.session import Admin
 from consilium.flare.job import job_context, wire
 from consilium.flare.job.aggregator import StrategyAggregator

@@ -14,7 +14,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import Reason
 from consilium.core.messages import Tensors
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.federation.job import Job, assemble_job
+from consilium.federation.job_assembly import Job, assemble_job
 from consilium.runtime.engine import simulate
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.strategy import Role, ServerState

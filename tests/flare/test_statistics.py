@@ -10,7 +10,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import Given, find_site
 from consilium.core.errors import Reason, RefusedError
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.runtime.engine import simulate
 from tests.conftest import small_config
 from tests.flare.running import LONG, SLOW, Runner, edited, listen

@@ -14,7 +14,7 @@ from consilium.config.site import Given, SiteConfig, find_site
 from consilium.core.errors import ConfigError, ConsiliumError, RefusedError
 from consilium.core.messages import Kind, Payload
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.runtime.engine import simulate
 from tests.conftest import small_config
 from tests.flare.running import LONG, SLOW, Runner, state_of, untouched

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError
-from consilium.federation.job import build_model, tokenizer_of
+from consilium.federation.job_assembly import build_model, tokenizer_of
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
 from consilium.models.registry import MODELS
 from tests.conftest import small_cells, small_config, small_text

@@ -22,7 +22,7 @@ from consilium.client.evaluator import Evaluator
 from consilium.config.job import JobConfig
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.core.messages import Payload
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.models import transformers_folder
 from consilium.models.causal_lm.network import load_tokenizer
 from consilium.models.registry import MODELS

@@ -14,7 +14,7 @@ from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
-from consilium.federation.job import assemble_job, build_meta_model, build_model, build_task
+from consilium.federation.job_assembly import assemble_job, build_meta_model, build_model, build_task
 from consilium.models.low_precision import StoredLinear, replace_frozen_linear, store_frozen_as
 from consilium.training.device import autocast
 from tests.conftest import small_cells, small_config, small_text

@@ -25,7 +25,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.estimates.compute import replace_by_quantized_stand_ins
-from consilium.federation.job import assemble_job, build_model, build_task
+from consilium.federation.job_assembly import assemble_job, build_model, build_task
 from consilium.models.causal_lm.network import build_causal_lm
 from consilium.models.low_precision import store_frozen_as
 from consilium.training.loop import train

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from consilium.config.job import JobConfig
 from consilium.core.errors import CheckpointError, ConfigError
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.models.unet import MEAN
 from consilium.models.unet.network import build_unet
 from tests.conftest import small_config

@@ -20,7 +20,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.messages import Hello, Tensors
 from consilium.core.storage import load_state
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.flare.job.recipe import export_simulation_job
 from consilium.flare.job.simulator import Simulator
 from consilium.report.run_record import read_run

@@ -17,7 +17,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.storage import load_state
-from consilium.federation.job import Job
+from consilium.federation.job_assembly import Job
 from consilium.flare.kit.evidence_archive import verify_chains
 from consilium.privacy import audit_log
 from consilium.privacy.accounting import gaussian_epsilon

@@ -17,7 +17,7 @@ from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.messages import Observer, Tensors
-from consilium.federation.job import assemble_job, build_model, build_task
+from consilium.federation.job_assembly import assemble_job, build_model, build_task
 from consilium.privacy import mechanism
 from consilium.privacy.accounting import GaussianEvent, epsilon_of
 from consilium.privacy.dpsgd import DpSgd

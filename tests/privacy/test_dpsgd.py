@@ -21,7 +21,7 @@ from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.messages import Payload, Tensors
-from consilium.federation.job import assemble_job, build_model, build_task
+from consilium.federation.job_assembly import assemble_job, build_model, build_task
 from consilium.privacy.audit_log import FILE, read_with_epsilon
 from consilium.privacy.dpsgd import ClippedSum, DpSgd, PrivateSteps, rehearse
 from consilium.privacy.plan import make_plan

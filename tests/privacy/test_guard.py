@@ -17,7 +17,7 @@ from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import Kind, Payload, SiteInfo, Tensors, allowed_metrics
-from consilium.federation.job import Job
+from consilium.federation.job_assembly import Job
 from consilium.privacy import audit_log
 from consilium.privacy.accounting import epsilon_for
 from consilium.privacy.guard.guard import Guard

@@ -22,7 +22,7 @@ from consilium.data.datalist import DataList, Item
 from consilium.data.patients import patients_and_most_samples, training_indices_by_patient
 from consilium.data.stats import tally
 from consilium.data.text import read_texts
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.privacy.accounting import Entry, GaussianEvent, epsilon_for, epsilon_of, gaussian_epsilon
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps
 from consilium.privacy.ledger import Ledger

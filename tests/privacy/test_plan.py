@@ -15,7 +15,7 @@ from consilium.config.privacy import BudgetConfig, HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.messages import Kind
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.privacy import accounting as accountant
 from consilium.privacy.accounting import SLACK, Entry, GaussianEvent, gaussian_delta
 from consilium.privacy.dpsgd import dpsgd

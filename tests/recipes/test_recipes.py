@@ -24,7 +24,7 @@ from consilium.core.messages import Payload, Tensors
 from consilium.core.schema import validate
 from consilium.core.storage import load_state
 from consilium.estimates.communication import compare
-from consilium.federation.job import assemble_job, build_model
+from consilium.federation.job_assembly import assemble_job, build_model
 from consilium.models.clip.network import ClipClassifier
 from consilium.report.live_view import progress
 from consilium.runtime.engine import simulate

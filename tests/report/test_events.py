@@ -17,7 +17,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.messages import Stage
 from consilium.core.storage import load_state
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.report.run_files import MEANS
 from consilium.report.tracking import PICTURES, EventFile, SiteEvents
 from consilium.runtime.engine import simulate

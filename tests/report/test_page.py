@@ -16,7 +16,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Stage
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.report.compare.comparability import group_comparable
 from consilium.report.compare.tables import comparison_tables
 from consilium.report.page import site_section

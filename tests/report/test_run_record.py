@@ -11,7 +11,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Payload, Stage
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.report.run_files import RunLog
 from consilium.report.run_record import read_finished_run, read_run
 from consilium.report.untrusted_files import LINES, as_finite_float, read_events, read_lines

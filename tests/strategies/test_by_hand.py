@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from consilium.core import lowrank
+from consilium.core import low_rank_sums
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.strategies.fedhello import FedHeLLo, chosen_layer_indices, odds
 from consilium.strategies.fedhl import FedHL
@@ -53,7 +53,7 @@ def test_fedhl_trusts_a_site_by_what_truncation_cost_it() -> None:
     strategy = FedHL(tiers=EACH, profile={"all": 1.0}, floor=0.1)
     state = strategy.initialize({A: torch.eye(2), B: torch.zeros(2, 2)})
     layer = A.removesuffix(".lora_A")
-    update = lowrank.add(lowrank.zero_update(2, 2), (matrix((3.0, 0.0), (0.0, 1.0)), torch.eye(2)))
+    update = low_rank_sums.add(low_rank_sums.zero_update(2, 2), (matrix((3.0, 0.0), (0.0, 1.0)), torch.eye(2)))
     state = strategy._with_spectra(replace(state, round=1), {layer: update})
     low = SiteInfo("low", 1, capacity={"time": 1.0, "memory": 1.0, "download": 1.0})
     high = SiteInfo("high", 1, capacity={"time": 2.0, "memory": 2.0, "download": 2.0})

@@ -13,7 +13,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Observer, Payload, SiteInfo, Tensors
 from consilium.core.storage import load_state
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.privacy.guard.release import geometries
 from consilium.privacy.mechanism import privatized_coordinates, restore_update, to_real_numbers
 from consilium.runtime.engine import simulate

@@ -14,7 +14,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Payload, SiteInfo, Tensors
-from consilium.federation.job import assemble_job, build_model
+from consilium.federation.job_assembly import assemble_job, build_model
 from consilium.server.aggregation import ExactMean
 from consilium.strategies.dp_dylora import DPDyLoRA
 from consilium.strategies.strategy import scaling_multiplier

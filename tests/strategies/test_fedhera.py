@@ -151,15 +151,15 @@ def test_opposite_sites_are_scored_by_what_they_changed() -> None:
 def test_the_gate_opens_with_rounds_and_closes_for_absent_sites() -> None:
     strategy, neutral = hera(gate="paper"), hera(gate="neutral")
     state = strategy.initialize(initial())
-    assert strategy.gate_of(state, "site-0") == 0
+    assert strategy.site_gate(state, "site-0") == 0
     state = play(strategy, state, SITES)
     score = float(state.sites["site-0"]["alignment"])
-    assert strategy.gate_of(state, "site-0") == pytest.approx(gate(1, score, 0))
+    assert strategy.site_gate(state, "site-0") == pytest.approx(gate(1, score, 0))
     for _ in range(2):
         state = play(strategy, state, SITES[1:])
-    assert strategy.gate_of(state, "site-0") == pytest.approx(gate(3, score, 2))
-    assert neutral.gate_of(state, "site-0") == pytest.approx(gate(3, score, 2, "neutral"))
-    assert strategy.gate_of(state, "never") == pytest.approx(gate(3, None, 3))
+    assert strategy.site_gate(state, "site-0") == pytest.approx(gate(3, score, 2))
+    assert neutral.site_gate(state, "site-0") == pytest.approx(gate(3, score, 2, "neutral"))
+    assert strategy.site_gate(state, "never") == pytest.approx(gate(3, None, 3))
     sent = strategy.payload(state, SiteInfo("site-0", 1))
     gates = {float(t) for n, t in sent.tensors.items() if n.endswith(".gate")}
     assert list(gates) == pytest.approx([gate(3, score, 2)], rel=1e-6)

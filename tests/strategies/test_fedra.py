@@ -18,7 +18,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.core.messages import SiteInfo, Tensors
 from consilium.core.storage import load_state
-from consilium.federation.job import assemble_job, build_model
+from consilium.federation.job_assembly import assemble_job, build_model
 from consilium.runtime.engine import simulate
 from consilium.server.aggregation import RoundAggregate
 from consilium.strategies.fedra import FedRA

@@ -16,7 +16,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.runtime.engine import simulate
 from consilium.server.aggregation import RoundAggregate
 from consilium.strategies.fedsca import MATRIX, FedSCA, mixture_weights, similarities, smallest_isolating_alpha

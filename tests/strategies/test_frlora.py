@@ -13,7 +13,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Payload, SiteInfo, Tensors
-from consilium.federation.job import assemble_job, build_model
+from consilium.federation.job_assembly import assemble_job, build_model
 from consilium.models.sam.network import build_sam
 from consilium.runtime.engine import simulate
 from consilium.server.aggregation import RoundAggregate

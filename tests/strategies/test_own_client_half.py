@@ -13,7 +13,7 @@ from consilium.client.trainer import FitReport, Trainer
 from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError
 from consilium.core.messages import Payload, SiteInfo
-from consilium.federation.job import Job
+from consilium.federation.job_assembly import Job
 from consilium.runtime.engine import simulate
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.strategy import Trainer as TrainerOfAnAlgorithm, Traits

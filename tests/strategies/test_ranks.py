@@ -9,9 +9,9 @@ import torch
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
-from consilium.core.lowrank import Product
+from consilium.core.low_rank_sums import Product
 from consilium.core.messages import Payload, SiteInfo
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.runtime.engine import simulate
 from consilium.strategies.fedhera import FedHera
 from consilium.strategies.registry import STRATEGIES

@@ -19,7 +19,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Payload, Tensors
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.federation.saved_model import export_adapter
 from consilium.models.causal_lm import CAUSAL_LM
 from consilium.strategies.fedala import FedALA

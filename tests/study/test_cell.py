@@ -94,6 +94,7 @@ def test_a_failure_is_one_line_and_a_run_on_other_data_is_set_aside(study_file: 
     assert [path.name for path in aside.parent.iterdir()] == [f"{one.cell.id}-{other.data}-{one.code}"]
 
 
+@pytest.mark.slow
 def test_runs_on_data_are_replaced_only_with_data(
     study_file: MakeStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

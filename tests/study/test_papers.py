@@ -19,7 +19,7 @@ from consilium.core.errors import DataError
 from consilium.data.importers.base import Options
 from consilium.data.importers.registry import import_set
 from consilium.estimates.communication import own_cost
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.study.definition import Cell, load
 from tests.conftest import JOBS, run
 from tests.data.importing import OUTER, mask, picture, splits_of

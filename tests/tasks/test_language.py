@@ -17,7 +17,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import DataError
 from consilium.data.datalist import DataList
 from consilium.data.text import Text
-from consilium.federation.job import assemble_job, build_model
+from consilium.federation.job_assembly import assemble_job, build_model
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
 from consilium.tasks.language import LanguageConfig, metric_names
 from consilium.tasks.language.task import LanguageTask, token_losses

@@ -11,7 +11,7 @@ from consilium.adapters import adapter_state
 from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.federation.job import build_model, build_task
+from consilium.federation.job_assembly import build_model, build_task
 from consilium.tasks.language.losses import group_by_length, pack
 from consilium.tasks.language.task import LanguageTask, mean_loss, token_losses
 from consilium.tasks.language.tokens import IGNORED

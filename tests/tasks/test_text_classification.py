@@ -20,7 +20,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError, DataError
 from consilium.core.storage import checkpoint_hash
 from consilium.estimates.compute import flops_per_sample, memory_of
-from consilium.federation.job import assemble_job, build_model, build_task
+from consilium.federation.job_assembly import assemble_job, build_model, build_task
 from consilium.runtime.engine import simulate
 from consilium.tasks.registry import TASKS
 from consilium.use import export_formats

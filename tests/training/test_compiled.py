@@ -13,7 +13,7 @@ from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, ConsiliumError
-from consilium.federation.job import build_model, build_task
+from consilium.federation.job_assembly import build_model, build_task
 from consilium.training.device import compile_blocks, require_compiler
 from consilium.training.loop import train
 from tests.conftest import small_config, small_text

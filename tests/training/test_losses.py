@@ -14,7 +14,7 @@ from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConsiliumError
-from consilium.federation.job import build_model, build_task
+from consilium.federation.job_assembly import build_model, build_task
 from consilium.privacy.dpsgd import DpSgd
 from consilium.training import loop
 from consilium.training.gradient_probe import gradients_of

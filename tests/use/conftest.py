@@ -6,7 +6,7 @@ import pytest
 
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.runtime.engine import simulate
 from tests.conftest import small_config
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from consilium.adapters import adapter_state
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.federation.job import build_model, tokenizer_of
+from consilium.federation.job_assembly import build_model, tokenizer_of
 from consilium.use import export_formats
 from consilium.use.export import export
 from consilium.use.model import TrainedModel

@@ -21,7 +21,7 @@ from consilium.config.site import CacheConfig, SiteConfig
 from consilium.core.errors import DataError
 from consilium.data.datalist import DataList, Item
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.federation.job import assemble_job, build_task
+from consilium.federation.job_assembly import assemble_job, build_task
 from consilium.privacy.accounting import GaussianEvent, epsilon_of, noise_multiplier
 from consilium.privacy.discrete_gaussian import add_share, clip_to_grid, share_deviation
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps

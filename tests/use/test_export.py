@@ -13,7 +13,7 @@ from consilium.adapters import adapter_state
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError
-from consilium.federation.job import build_model
+from consilium.federation.job_assembly import build_model
 from consilium.federation.model_card import Card
 from consilium.federation.saved_model import SavedModel, convert_changes_to_parameters, write_adapter_folder
 from consilium.models.sam.network import build_sam

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from consilium.adapters.adapter_state import freeze_base
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.privacy.secagg.arithmetic import UNIT
 from consilium.runtime.engine import simulate
 from consilium.use.invert import contributing_candidates, gradient, invert, mask_update, mean_gradient, psnr

@@ -11,7 +11,7 @@ from torch import nn
 from consilium.adapters import adapter_state
 from consilium.config.job import JobConfig
 from consilium.core.errors import CheckpointError, ConfigError
-from consilium.federation.job import assemble_job, build_model, tokenizer_of
+from consilium.federation.job_assembly import assemble_job, build_model, tokenizer_of
 from consilium.models.clip import network as clip
 from consilium.models.registry import MODELS
 from consilium.models.sam.network import build_sam

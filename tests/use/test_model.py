@@ -18,7 +18,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError
 from consilium.core.messages import SiteInfo, Stage
 from consilium.core.storage import save_state
-from consilium.federation.job import assemble_job, build_task
+from consilium.federation.job_assembly import assemble_job, build_task
 from consilium.federation.model_card import Card, page
 from consilium.federation.saved_model import (
     CARD,

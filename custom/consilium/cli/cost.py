@@ -30,7 +30,7 @@ from consilium.estimates.compute import (
     run_flops,
     step_flops,
 )
-from consilium.federation.job import Job, assemble_job
+from consilium.federation.job_assembly import Job, assemble_job
 from consilium.federation.job_checks import describe_trained_tensors
 from consilium.report.tables import Table, columns, size_text
 from consilium.training.device import has_native_bf16

@@ -44,7 +44,7 @@ from consilium.report.page.data_pages import tables, write_report, write_stats
 from consilium.report.tables import Column, Table
 from consilium.tasks.registry import TASKS
 
-JOB = "consilium.federation.job"
+JOB = "consilium.federation.job_assembly"
 
 
 def data_check(

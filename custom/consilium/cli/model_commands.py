@@ -16,7 +16,7 @@ from consilium.config.site import SIMULATION, SiteConfig
 from consilium.core.errors import ConfigError, ConsiliumError, raise_first
 from consilium.core.messages import Stage
 from consilium.core.sanitize import LONGEST_LINE, rich_line, shown
-from consilium.federation.job import reads_texts
+from consilium.federation.job_assembly import reads_texts
 from consilium.report.results_table import PICTURE, VALUES
 from consilium.report.tables import Table, columns, number_text, only_true
 from consilium.tasks.registry import COUNT, HIGH, LOW, TASKS, Scores

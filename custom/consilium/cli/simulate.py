@@ -137,7 +137,7 @@ def prepare(request: RunRequest) -> tuple[Any, PreparedRun]:
     """
     config, source = load(request.job, request.overrides)
     folder = request.workspace or Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    job = call("consilium.federation.job:assemble_job", config, source)
+    job = call("consilium.federation.job_assembly:assemble_job", config, source)
     if request.engine == "flare" and not is_word(str(folder.resolve())):
         raise ConfigError(f"--workspace: {folder}: FLARE's simulator needs a path without spaces, quotes and #; give another")
     try:

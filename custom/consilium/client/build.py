@@ -8,7 +8,7 @@ from torch import nn
 
 from consilium.client.client import Client
 from consilium.client.context import ClientContext
-from consilium.client.ddp import build_ranks
+from consilium.client.data_parallel import build_ranks
 from consilium.client.evaluator import enable_embedding_cache
 from consilium.client.site_data import count_units, ledger_dataset_name, load_site_data, patient_warning, watch_files
 from consilium.config.job import JobConfig
@@ -17,7 +17,7 @@ from consilium.core.errors import ConfigError
 from consilium.core.messages import Observer, allowed_metrics, loading_event
 from consilium.data.datalist import DataList, pool
 from consilium.data.patients import warn_of_similar_patients
-from consilium.federation.job import Job, build_model, build_task, checkpoint_of, metric_names
+from consilium.federation.job_assembly import Job, build_model, build_task, checkpoint_of, metric_names
 from consilium.privacy.disclosure_control import Terms
 from consilium.privacy.guard.guard import Guard
 from consilium.privacy.ledger import Ledger

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from consilium.adapters import adapter_state
 from consilium.adapters.names import LOCAL_ADAPTER
-from consilium.client.ddp import Ranks
+from consilium.client.data_parallel import Ranks
 from consilium.config.job import JobConfig
 from consilium.config.site import CapacityConfig
 from consilium.core.messages import SKIPPED, Observer, Payload, Tensors

@@ -30,7 +30,7 @@ from consilium.data.patients import item_pseudonym, patients_and_most_samples
 from consilium.data.text import read_site_list
 from consilium.estimates.compute import memory_of, remedies
 from consilium.federation.compatibility import Verdict, judge
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.models.low_precision import require_library
 from consilium.training.device import pick_device
 

@@ -9,7 +9,7 @@ from consilium.adapters.names import bottleneck_count, bottleneck_position, is_s
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import SiteInfo, Tensors
-from consilium.federation.job import Job
+from consilium.federation.job_assembly import Job
 from consilium.report.run_files import payload_bytes
 from consilium.strategies.registry import STRATEGIES
 from consilium.strategies.strategy import Role, Strategy, label_of

@@ -30,7 +30,7 @@ from consilium.adapters.names import is_local
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Stage
-from consilium.federation.job import Job, assemble_job, build_meta_model
+from consilium.federation.job_assembly import Job, assemble_job, build_meta_model
 from consilium.models.low_precision import BLOCK, QUANTIZED, compute_dtype, replace_frozen_linear, store_frozen_as
 from consilium.models.meta_device import allow_meta_compute
 from consilium.strategies.strategy import trained_names

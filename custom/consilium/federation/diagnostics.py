@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from consilium.adapters.names import bottleneck_position, factor, is_head
-from consilium.core.lowrank import Product, norm
+from consilium.core.low_rank_sums import Product, norm
 from consilium.core.messages import Tensors
 from consilium.privacy import mechanism
 from consilium.report import figures

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from consilium.adapters.names import factor
-from consilium.core.lowrank import norm
+from consilium.core.low_rank_sums import norm
 from consilium.core.messages import Tensors
 from consilium.core.norms import norm as joint_norm
 from consilium.privacy.discrete_gaussian import Bits, add_share, clip_to_grid

@@ -12,7 +12,7 @@ from consilium.core.messages import Kind, Observer
 from consilium.core.sanitize import count_with_noun
 from consilium.core.storage import write_json
 from consilium.data.disk_cache import clear_cache_if_present
-from consilium.federation.job import Job
+from consilium.federation.job_assembly import Job
 from consilium.federation.job_checks import refuse_first
 from consilium.federation.simulated_sites import sites_record
 from consilium.privacy.secagg.certificates import FOLDER as IDENTITIES, SERVER, make_simulated_identities, read_root

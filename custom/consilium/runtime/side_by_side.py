@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from consilium.client.client import Client
 from consilium.core.errors import STOPS
 from consilium.core.messages import Observer
-from consilium.federation.job import Job
+from consilium.federation.job_assembly import Job
 from consilium.training.joint_forward import (
     Call,
     check_joint_outputs,

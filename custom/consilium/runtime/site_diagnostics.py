@@ -16,7 +16,7 @@ from consilium.core.errors import ConfigError
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.seeding import seed_for
 from consilium.core.storage import load_state, save_state
-from consilium.federation.job import Job
+from consilium.federation.job_assembly import Job
 from consilium.strategies.heterogeneity_leakage import Move, drift_and_leakage
 from consilium.strategies.strategy import Role, ServerState, SiteResult
 from consilium.strategies.unequal_ranks import UnequalRanks, factored_global_update, layer_changes, oracle_drift, shapes

@@ -22,7 +22,7 @@ from consilium.core.child_process import ChildProcess, exit_with_parent, receive
 from consilium.core.errors import ConsiliumError
 from consilium.core.messages import Hello, Kind, Observer, Payload, Tensors, loading_event
 from consilium.core.schema import validate
-from consilium.federation.job import Job, build_model
+from consilium.federation.job_assembly import Job, build_model
 from consilium.privacy.guard.guard import Guard
 from consilium.privacy.secagg.certificates import FOLDER as IDENTITIES, read_simulated_identity
 from consilium.privacy.secagg.terms import Message

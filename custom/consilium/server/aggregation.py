@@ -15,7 +15,7 @@ from consilium.config.run_sections import ServerConfig
 from consilium.core.errors import ConsiliumError, RefusedError
 from consilium.core.messages import TRAIN_LOSS, TRAIN_PENALTY, Payload, SiteInfo, Tensors
 from consilium.core.norms import concat_small
-from consilium.federation.job import Job
+from consilium.federation.job_assembly import Job
 from consilium.privacy.guard.release import geometries, server_sees_only_sums
 from consilium.privacy.mechanism import Geometry, restore_update
 from consilium.privacy.secagg.arithmetic import UNIT, quantize

@@ -17,7 +17,7 @@ from consilium.core.messages import CAPACITY, Hello, Payload, Tensors, allowed_m
 from consilium.core.norms import non_finite_names, norm
 from consilium.core.sanitize import count_with_noun, first_names_text, shown
 from consilium.federation.compatibility import check_versions
-from consilium.federation.job import Job, metric_names
+from consilium.federation.job_assembly import Job, metric_names
 from consilium.privacy.guard.release import NUMBERS, is_adapter_tensor, upload_shapes
 from consilium.privacy.plan import Plan
 from consilium.privacy.secagg.arithmetic import layout, vector_length

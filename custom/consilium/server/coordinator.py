@@ -18,7 +18,7 @@ from consilium.core.sanitize import count_with_noun, shown
 from consilium.core.seeding import seed_for
 from consilium.core.storage import lock_folder, read_json, sweep, write_json
 from consilium.federation.diagnostics import deviation
-from consilium.federation.job import Job
+from consilium.federation.job_assembly import Job
 from consilium.federation.saved_model import SavedModel, keeps_local
 from consilium.privacy.guard.release import geometries, noised_sum, server_sees_only_sums, upload_shapes
 from consilium.privacy.mechanism import Geometry, privatized_coordinates, restore_update, to_real_numbers

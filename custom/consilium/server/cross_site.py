@@ -8,7 +8,7 @@ from consilium.config.job import JobConfig
 from consilium.config.run_sections import CrossSiteConfig
 from consilium.core.errors import CheckpointError, ConfigError, RefusedError
 from consilium.core.messages import MetricKey, Payload, Stage
-from consilium.federation.job import Job
+from consilium.federation.job_assembly import Job
 from consilium.privacy.guard.release import MODELS
 from consilium.report.results_table import SHARED, cross_site_matrix
 from consilium.server import run_start

@@ -25,7 +25,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from consilium.core.lazy import torch
-from consilium.core.lowrank import sum_tensors
+from consilium.core.low_rank_sums import sum_tensors
 from consilium.core.messages import Tensors
 from consilium.core.schema import Share
 from consilium.strategies.fedit import FedIT

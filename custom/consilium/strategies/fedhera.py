@@ -24,9 +24,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from consilium.core import lowrank
+from consilium.core import low_rank_sums
 from consilium.core.lazy import Tensor, torch
-from consilium.core.lowrank import Change, Update
+from consilium.core.low_rank_sums import Change, Update
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.seeding import seed_for
 from consilium.strategies.strategy import ServerState, SiteResult, Traits, shares
@@ -94,7 +94,7 @@ class FedHera(ExactServer):
 
     def payload(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return W truncated to the site's download ranks, split into trained ranks and a tail with the site's gate."""
-        gate, tensors = self.gate_of(state, site.name), dict(non_lora_tensors(state.shared))
+        gate, tensors = self.site_gate(state, site.name), dict(non_lora_tensors(state.shared))
         found, (download, train) = stored_spectra(state), self.download_and_train_ranks(state, site)
         for layer, rank in download.items():
             tensors |= prefix_and_tail(layer, truncated_factors(state, layer, found[layer], rank), train[layer], gate)
@@ -133,7 +133,7 @@ class FedHera(ExactServer):
         """Return the site's whole download budget in numbers. The first round, without an update, downloads less."""
         return int(self.affordable_ranks(site)["download"] * sum(map(sum, shapes(sent.tensors).values())))
 
-    def gate_of(self, state: ServerState, name: str) -> float:
+    def site_gate(self, state: ServerState, name: str) -> float:
         """Return a site's gate lambda in this round."""
         if self.gate == "open":
             return 1.0
@@ -157,9 +157,9 @@ class FedHera(ExactServer):
     def merge_layer(self, update: Update, layer: list[Change]) -> Update:
         """Return W plus the sites' weighted changes (residual) or products (literal), or the products alone (replace)."""
         if self.aggregation == "residual":
-            return lowrank.add(update, lowrank.weighted_sum_of_changes(layer, 1.0))
-        base = lowrank.zero_update(*update.shape) if self.aggregation == "replace" else update
-        return lowrank.add(base, lowrank.weighted_sum_of_products(layer, 1.0))
+            return low_rank_sums.add(update, low_rank_sums.weighted_sum_of_changes(layer, 1.0))
+        base = low_rank_sums.zero_update(*update.shape) if self.aggregation == "replace" else update
+        return low_rank_sums.add(base, low_rank_sums.weighted_sum_of_products(layer, 1.0))
 
     def sites_after(
         self, state: ServerState, uploads: Mapping[str, SiteResult], updates: Mapping[str, Update]
@@ -174,14 +174,17 @@ class FedHera(ExactServer):
         share = shares(active)
         layers = {n: changes(active, share, n, self.score == "cumulative") for n in shapes(state.initial)}
         if self.score == "cumulative":
-            scores = lowrank.alignments_with({n: [one.end for one in found] for n, found in layers.items()}, updates)
+            scores = low_rank_sums.alignments_with({n: [one.end for one in found] for n, found in layers.items()}, updates)
         else:
             whole = self.score == "product"  # else the change in the round counts
             products = [
-                [one.end if whole else lowrank.weighted_sum_of_changes([Change(1.0, one.start, one.end)], 1.0) for one in found]
+                [
+                    one.end if whole else low_rank_sums.weighted_sum_of_changes([Change(1.0, one.start, one.end)], 1.0)
+                    for one in found
+                ]
                 for found in layers.values()
             ]
-            scores = lowrank.alignments(products, [share[name] for name in sorted(share)])
+            scores = low_rank_sums.alignments(products, [share[name] for name in sorted(share)])
         return state.sites | {name: {"alignment": torch.tensor([s])} for name, s in zip(sorted(share), scores, strict=True)}
 
 

@@ -15,8 +15,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from consilium.core import lowrank
-from consilium.core.lowrank import Change, Update
+from consilium.core import low_rank_sums
+from consilium.core.low_rank_sums import Change, Update
 from consilium.core.schema import Positive
 from consilium.strategies.strategy import ServerState, SiteResult, shares
 from consilium.strategies.unequal_ranks import ExactServer, stored_spectra
@@ -48,4 +48,4 @@ class FedHL(ExactServer):
 
     def merge_layer(self, update: Update, layer: list[Change]) -> Update:
         """Return W plus the weighted residuals."""
-        return lowrank.add(update, lowrank.weighted_sum_of_changes(layer, 1.0))
+        return low_rank_sums.add(update, low_rank_sums.weighted_sum_of_changes(layer, 1.0))

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from consilium.core.lazy import Tensor
-from consilium.core.lowrank import sum_tensors
+from consilium.core.low_rank_sums import sum_tensors
 from consilium.core.messages import Payload
 from consilium.core.schema import Factor
 from consilium.strategies.fedit import FedIT

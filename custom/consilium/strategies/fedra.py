@@ -30,7 +30,7 @@ from pydantic import Field
 from consilium.adapters.names import WHOLE_BASE, skippable_block
 from consilium.core.errors import ConfigError
 from consilium.core.lazy import Tensor
-from consilium.core.lowrank import sum_tensors
+from consilium.core.low_rank_sums import sum_tensors
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Seed
 from consilium.core.seeding import seed_for

@@ -12,9 +12,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from consilium.core import lowrank
+from consilium.core import low_rank_sums
 from consilium.core.lazy import torch
-from consilium.core.lowrank import Change, Update
+from consilium.core.low_rank_sums import Change, Update
 from consilium.core.messages import Payload, SiteInfo
 from consilium.strategies.strategy import ServerState, Traits
 from consilium.strategies.unequal_ranks import ExactServer, non_lora_tensors, pair, stored_spectra, truncated_factors
@@ -50,4 +50,4 @@ class FlexLoRA(ExactServer):
 
     def merge_layer(self, update: Update, layer: list[Change]) -> Update:
         """Return the weighted mean of the sites' products."""
-        return lowrank.add(lowrank.zero_update(*update.shape), lowrank.weighted_sum_of_products(layer, 1.0))
+        return low_rank_sums.add(low_rank_sums.zero_update(*update.shape), low_rank_sums.weighted_sum_of_products(layer, 1.0))

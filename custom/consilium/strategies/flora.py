@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from consilium.adapters.names import WHOLE
-from consilium.core import lowrank
+from consilium.core import low_rank_sums
 from consilium.core.lazy import torch
-from consilium.core.lowrank import Change, Update
+from consilium.core.low_rank_sums import Change, Update
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.seeding import seed_for
 from consilium.strategies.strategy import ServerState, SiteResult, Traits
@@ -76,7 +76,7 @@ class FLoRA(ExactServer):
 
     def merge_layer(self, update: Update, layer: list[Change]) -> Update:
         """Return W plus the stack of the sites' products."""
-        return lowrank.add(update, lowrank.weighted_sum_of_products(layer, 1.0))
+        return low_rank_sums.add(update, low_rank_sums.weighted_sum_of_products(layer, 1.0))
 
     def diagnostics(self, state: ServerState, results: dict[str, SiteResult]) -> dict[str, float]:
         """Return the diagnostics of UnequalRanks. Retained energy is left out: nothing is truncated, so it is always 1."""

@@ -30,7 +30,7 @@ from typing import ClassVar
 
 from consilium.adapters.names import GATE, WHOLE, checked_lora_factor, is_frozen_part
 from consilium.core.lazy import Tensor, torch
-from consilium.core.lowrank import Product
+from consilium.core.low_rank_sums import Product
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.strategies.strategy import Role, ServerState, Strategy, Traits, advance
 from consilium.strategies.unequal_ranks import (

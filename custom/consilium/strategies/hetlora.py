@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from consilium.core import lowrank
+from consilium.core import low_rank_sums
 from consilium.core.lazy import Tensor, torch
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Factor
@@ -60,7 +60,7 @@ class HetLoRA(UnequalRanks):
     def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
         """Return the next state: padded factors averaged with weights by norm, heads with the sites' weights, ranks pruned."""
         ends = {name: upload.trained_tensors() for name, upload in sorted(results.items())}
-        norms = {name: sum(lowrank.norm(factors(end, n)) ** 2 for n in shapes(end)) ** 0.5 for name, end in ends.items()}
+        norms = {name: sum(low_rank_sums.norm(factors(end, n)) ** 2 for n in shapes(end)) ** 0.5 for name, end in ends.items()}
         total = sum(norms.values())
         share = {name: norm / total for name, norm in norms.items()} if total > 0 else shares(results)
         shared = mean_non_lora_tensors(state, results, shares(results))
@@ -98,7 +98,7 @@ class HetLoRA(UnequalRanks):
 def _norm_beyond(tensors: Mapping[str, Tensor], rank: int) -> Tensor:
     """Return sum over layers of ||B[:, rank:]||_F ||A[rank:]||_F; its gradient at 0 is 0."""
     pairs = [factors(tensors, layer) for layer in shapes(tensors)]
-    return lowrank.sum_tensors([_frobenius_norm(b[:, rank:]) * _frobenius_norm(a[rank:]) for b, a in pairs])
+    return low_rank_sums.sum_tensors([_frobenius_norm(b[:, rank:]) * _frobenius_norm(a[rank:]) for b, a in pairs])
 
 
 def _frobenius_norm(tensor: Tensor) -> Tensor:

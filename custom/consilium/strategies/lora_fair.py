@@ -19,9 +19,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from consilium.adapters.names import checked_lora_factor
-from consilium.core import lowrank
+from consilium.core import low_rank_sums
 from consilium.core.lazy import Tensor, torch
-from consilium.core.lowrank import Change, Product
+from consilium.core.low_rank_sums import Change, Product
 from consilium.core.schema import Positive
 from consilium.strategies.strategy import Role, ServerState, SiteResult, Strategy, Traits, advance, shares
 from consilium.strategies.unequal_ranks import factors, pair, shapes
@@ -51,11 +51,13 @@ class LoraFair(Strategy):
     def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
         """Return the next state: every shared tensor averaged in float64, and every B corrected."""
         share, ends = shares(results), {name: upload.trained_tensors() for name, upload in sorted(results.items())}
-        shared = {n: lowrank.sum_tensors([share[site] * end[n].double() for site, end in ends.items()]) for n in state.shared}
+        shared = {
+            n: low_rank_sums.sum_tensors([share[site] * end[n].double() for site, end in ends.items()]) for n in state.shared
+        }
         for layer in shapes(shared):
             products = [Change(share[site], factors(end, layer), factors(end, layer)) for site, end in ends.items()]
             b, a = factors(shared, layer)
-            shared |= pair(layer, (b + self.correction(lowrank.weighted_sum_of_products(products, 1.0), b, a), a))
+            shared |= pair(layer, (b + self.correction(low_rank_sums.weighted_sum_of_products(products, 1.0), b, a), a))
         return advance(self, state, shared={n: t.to(state.shared[n].dtype) for n, t in shared.items()})
 
     def correction(self, wanted: Product, b: Tensor, a: Tensor) -> Tensor:
@@ -68,7 +70,7 @@ class LoraFair(Strategy):
         if self.loss == "frobenius":
             identity = torch.eye(len(gram), dtype=gram.dtype)
             return torch.linalg.solve(gram + self.penalty * identity, towards - b @ gram, left=False)
-        length = lowrank.norm(wanted)
+        length = low_rank_sums.norm(wanted)
         return _minimize_cosine_loss(towards / length, gram, b, self.penalty) if length > 0 and b.any() else torch.zeros_like(b)
 
 

@@ -32,7 +32,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from consilium.core.lowrank import sum_tensors
+from consilium.core.low_rank_sums import sum_tensors
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Positive
 from consilium.strategies.fedit import FedIT

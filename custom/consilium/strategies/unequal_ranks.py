@@ -15,10 +15,10 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from consilium.adapters.names import GATE, TAIL, WHOLE, checked_lora_factor, is_base, is_frozen_part, is_head
-from consilium.core import lowrank
+from consilium.core import low_rank_sums
 from consilium.core.errors import ConfigError
 from consilium.core.lazy import Tensor, torch
-from consilium.core.lowrank import Change, Product, Spectrum, Update
+from consilium.core.low_rank_sums import Change, Product, Spectrum, Update
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Seed, Share
 from consilium.core.seeding import seed_for
@@ -146,7 +146,7 @@ def cross_drift(sites: Sequence[Sequence[Product]]) -> float:
 
     A site without any change has cosine 0 with all others.
     """
-    total = lowrank.sum_tensors([lowrank.gram(layer) for layer in zip(*sites, strict=True)])
+    total = low_rank_sums.sum_tensors([low_rank_sums.gram(layer) for layer in zip(*sites, strict=True)])
     norms = total.diagonal().clamp(min=0).sqrt()
     cosines = total / (norms[:, None] * norms + 1e-12)
     count = len(sites)
@@ -159,7 +159,7 @@ def oracle_drift(site: Sequence[Product], oracle: Sequence[Product]) -> tuple[fl
     The oracle is the same site, trained at a high rank from the whole global update on the same batches. If the oracle did not
     move, the second value is 0 for a site that did not move either, and infinite for one that did.
     """
-    total = lowrank.sum_tensors([lowrank.gram(both) for both in zip(site, oracle, strict=True)])
+    total = low_rank_sums.sum_tensors([low_rank_sums.gram(both) for both in zip(site, oracle, strict=True)])
     apart = max(0.0, float(total[0, 0] + total[1, 1] - 2 * total[0, 1])) ** 0.5
     norm = float(total[1, 1]) ** 0.5
     return apart, apart / norm if norm > 0 else (0.0 if apart == 0 else float("inf"))
@@ -310,9 +310,9 @@ def _mean(values: Sequence[float]) -> float:
 # The server of FedHera and similar algorithms keeps each layer's exact global update W, with one SVD per round.
 #
 # ServerState.shared holds W / s as `<layer>.left` (out, k) and `<layer>.right` (k, in), or as `<layer>.dense` (out, in), see
-# lowrank.py, and a head unchanged. ServerState.matrices holds `<layer>.u`, `.values` and `.v`, the first singular triplets, and
-# `.energy`, ||W / s||_F^2 and its error. ServerState.initial holds the factors that all sites start from. Their rows of A fill
-# directions without an update.
+# low_rank_sums.py, and a head unchanged. ServerState.matrices holds `<layer>.u`, `.values` and `.v`, the first singular
+# triplets, and `.energy`, ||W / s||_F^2 and its error. ServerState.initial holds the factors that all sites start from. Their
+# rows of A fill directions without an update.
 
 
 @dataclass(frozen=True)
@@ -343,7 +343,7 @@ class ExactServer(UnequalRanks):
 
     def initialize(self, initial: Tensors) -> ServerState:
         """Return the state before round 0: W = 0."""
-        zero = {layer: lowrank.zero_update(*shape) for layer, shape in shapes(initial).items()}
+        zero = {layer: low_rank_sums.zero_update(*shape) for layer, shape in shapes(initial).items()}
         state = ServerState(
             0, 0, non_lora_tensors(initial), {n: t for n, t in initial.items() if n not in non_lora_tensors(initial)}
         )
@@ -383,7 +383,7 @@ class ExactServer(UnequalRanks):
             parts = {"left": update.left, "right": update.right} if update.dense is None else {"dense": update.dense}
             shared |= {f"{layer}.{part}": tensor for part, tensor in parts.items()}
         wanted = updates if self.decomposes else {}
-        for layer, found in lowrank.spectra(wanted, top).items():
+        for layer, found in low_rank_sums.spectra(wanted, top).items():
             matrices |= {f"{layer}.u": found.left, f"{layer}.values": found.values, f"{layer}.v": found.right}
             matrices[f"{layer}.energy"] = torch.tensor([found.energy, found.error], dtype=torch.float64)
         return replace(state, shared=shared, matrices=matrices)
@@ -402,7 +402,7 @@ class ExactServer(UnequalRanks):
 
 def truncated_factors(state: ServerState, layer: str, found: Spectrum, rank: int) -> Product:
     """Return W / s truncated to `rank` as (B, A). A direction without an update gets the common initial row of A and B = 0."""
-    return lowrank.balanced_factors(found, rank, 1.0, state.initial[f"{layer}.lora_A"])
+    return low_rank_sums.balanced_factors(found, rank, 1.0, state.initial[f"{layer}.lora_A"])
 
 
 def global_updates(state: ServerState) -> dict[str, Update]:
@@ -441,7 +441,7 @@ def factored_global_update(strategy: UnequalRanks, state: ServerState, initial_r
     tensors = dict(non_lora_tensors(state.shared))
     updates = global_updates(state) if isinstance(strategy, ExactServer) else {}
     for layer, initial in initial_rows.items():
-        update = updates.get(layer) or lowrank.Update(*factors(state.shared, layer))
-        found = lowrank.spectrum(update, len(initial))
-        tensors |= pair(layer, lowrank.balanced_factors(found, len(initial), 1.0, initial))
+        update = updates.get(layer) or low_rank_sums.Update(*factors(state.shared, layer))
+        found = low_rank_sums.spectrum(update, len(initial))
+        tensors |= pair(layer, low_rank_sums.balanced_factors(found, len(initial), 1.0, initial))
     return tensors

@@ -20,7 +20,7 @@ from consilium.core.errors import ConsiliumError
 from consilium.core.messages import Observer
 from consilium.core.sanitize import shown
 from consilium.core.storage import make_private_folder, open_private
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.report.live_view import LiveScreen, RunFraction
 from consilium.report.predictions import PREDICTIONS, join_predictions
 from consilium.report.tables import Column, Table, duration_text

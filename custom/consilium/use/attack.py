@@ -40,7 +40,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import DataError
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.patients import item_pseudonym
-from consilium.federation.job import build_task
+from consilium.federation.job_assembly import build_task
 from consilium.privacy.accounting import epsilon_of, noise_multiplier_for_part
 from consilium.privacy.plan import make_plan
 from consilium.tasks.base import Task

@@ -17,7 +17,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import raise_first
 from consilium.core.sanitize import markdown_cell
 from consilium.core.storage import PUBLIC, write_atomic
-from consilium.federation.job import checkpoint_of, tokenizer_of
+from consilium.federation.job_assembly import checkpoint_of, tokenizer_of
 from consilium.federation.model_card import FILES, UNSTATED
 from consilium.federation.saved_model import CARD, TENSORS, convert_changes_to_parameters, export_adapter, read_adapter_folder
 from consilium.models.causal_lm.network import TINY_FOLDER
@@ -145,7 +145,7 @@ tokenizer = AutoTokenizer.from_pretrained(".")
 from pathlib import Path
 
 from consilium.config.job import load_run_job
-from consilium.federation.job import bare_model
+from consilium.federation.job_assembly import bare_model
 from peft import PeftModel
 {% if decoder or head %}
 from safetensors.torch import load_file

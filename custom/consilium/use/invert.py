@@ -33,7 +33,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, DataError
 from consilium.core.messages import Tensors
 from consilium.core.storage import write_figure
-from consilium.federation.job import build_task
+from consilium.federation.job_assembly import build_task
 from consilium.privacy.secagg.arithmetic import UNIT, flatten, layout, quantize, unflatten
 from consilium.privacy.secagg.sealing import mask
 from consilium.strategies.strategy import Role, Strategy

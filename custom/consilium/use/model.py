@@ -17,7 +17,7 @@ from consilium.core.errors import CheckpointError, ConfigError, DataError, raise
 from consilium.core.messages import Stage
 from consilium.core.sanitize import shown
 from consilium.core.storage import checkpoint_hash
-from consilium.federation.job import build_model, build_task, checkpoint_of
+from consilium.federation.job_assembly import build_model, build_task, checkpoint_of
 from consilium.federation.model_card import BEST, Card
 from consilium.federation.saved_model import (
     ADAPTERS,

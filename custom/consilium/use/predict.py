@@ -21,7 +21,7 @@ from consilium.data import volumes
 from consilium.data.datalist import DataList
 from consilium.data.safe_open import volume_format
 from consilium.data.text import Text, read_records
-from consilium.federation.job import build_task, reads_texts
+from consilium.federation.job_assembly import build_task, reads_texts
 from consilium.report.predictions import overlay
 from consilium.training.device import autocast
 from consilium.use.mask_files import mask_files, write_dicom, write_nifti, write_pages, write_picture

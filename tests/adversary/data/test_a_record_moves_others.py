@@ -14,7 +14,7 @@ from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.messages import Tensors
-from consilium.federation.job import assemble_job, build_model, build_task
+from consilium.federation.job_assembly import assemble_job, build_model, build_task
 from consilium.privacy.discrete_gaussian import rounding
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps
 from consilium.privacy.secagg.arithmetic import UNIT

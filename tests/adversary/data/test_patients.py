@@ -25,7 +25,7 @@ from consilium.data.patients import patients_and_most_samples, training_indices_
 from consilium.data.slices import expand
 from consilium.data.stats import site_stats, tally
 from consilium.data.text import read_texts
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.use.attack import draw_units
 from tests.adversary.data.lists import data_check, one_line, picture, write_list
 from tests.conftest import small_cells, training_only

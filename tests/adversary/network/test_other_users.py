@@ -18,7 +18,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.messages import Kind
 from consilium.core.storage import PUBLIC, write_atomic
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.federation.run_folders import STATE
 from consilium.flare.job import job_context
 from consilium.runtime.engine import LocalTransport

@@ -22,7 +22,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import Reason
 from consilium.core.messages import Hello, Payload, SiteInfo
 from consilium.data.stats import Tally
-from consilium.federation.job import Job
+from consilium.federation.job_assembly import Job
 from consilium.flare.job import job_context, wire
 from consilium.flare.job.executor import SiteExecutor
 from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter

@@ -47,7 +47,7 @@ def test_other_devices_that_do_not_come_cost_nothing(kit: Any, tmp_path: Path, m
     def gone(work: Any, threads: int) -> None:
         raise OSError("no process can be made")
 
-    monkeypatch.setattr("consilium.client.ddp.ChildProcess", gone)
+    monkeypatch.setattr("consilium.client.data_parallel.ChildProcess", gone)
     site = kit(SITE_LEVEL, datalist=make_site(tmp_path / "list"), devices=("cpu", "cpu"))
     assert [site.train(round) for round in (0, 1)] == [Reason.TRAINING] * 2
     assert site.rows == []

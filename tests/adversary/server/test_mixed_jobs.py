@@ -15,7 +15,7 @@ from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConsiliumError, Reason, RefusedError
 from consilium.core.messages import Kind, Payload, SiteInfo
-from consilium.federation.job import Job
+from consilium.federation.job_assembly import Job
 from consilium.flare.job import wire
 from consilium.privacy.guard.guard import Guard
 from consilium.privacy.guard.task_schedule import AuthorizedTask

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.report import run_files
 from consilium.server.coordinator import Coordinator
 from tests.conftest import small_config

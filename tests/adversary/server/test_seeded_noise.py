@@ -134,7 +134,7 @@ ALLOWED = {
         "training/joint_forward.py",
         "check_joint_outputs",
     ): "numbers that a simulation compares two passes by; DP-SGD has no joined pass",
-    ("client/ddp_worker.py", "_compute_share"): "dropout on several devices, which DP-SGD refuses",
+    ("client/data_parallel_worker.py", "_compute_share"): "dropout on several devices, which DP-SGD refuses",
     (
         "client/capacity_probe.py",
         "measure_affordable_ranks",

@@ -7,7 +7,7 @@ import pytest
 
 from consilium.config.job import JobConfig
 from consilium.core.errors import Reason, RefusedError
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.flare.job import wire
 from consilium.privacy.accounting import epsilon_for
 from consilium.privacy.plan import make_plan

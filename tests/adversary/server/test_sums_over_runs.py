@@ -20,7 +20,7 @@ from consilium.core.errors import ConfigError, ConsiliumError, RefusedError
 from consilium.core.messages import Hello, Kind, Payload, Tensors
 from consilium.core.seeding import seed_for
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.federation.job import Job
+from consilium.federation.job_assembly import Job
 from consilium.privacy import audit_log
 from consilium.privacy.guard.release import upload_shapes
 from consilium.privacy.secagg import sum_ledger

@@ -8,7 +8,7 @@ import torch
 from consilium import __version__
 from consilium.core.errors import RefusedError
 from consilium.core.messages import Hello, Payload
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.privacy.guard.release import upload_shapes
 from consilium.server.aggregation import MEAN_UNIT, ExactMean
 from consilium.server.coordinator import Coordinator

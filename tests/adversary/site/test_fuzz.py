@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from consilium import __version__
 from consilium.core.errors import RefusedError
 from consilium.core.messages import HELD_OUT, Hello, Payload
-from consilium.federation.job import Job, assemble_job
+from consilium.federation.job_assembly import Job, assemble_job
 from consilium.report.untrusted_files import read_lines
 from consilium.server.coordinator import Coordinator
 from consilium.strategies.strategy import Role

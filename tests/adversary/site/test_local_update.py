@@ -16,7 +16,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, ConsiliumError, DataError
 from consilium.core.messages import Payload, SiteInfo
-from consilium.federation.job import Job, assemble_job
+from consilium.federation.job_assembly import Job, assemble_job
 from consilium.privacy.plan import make_plan
 from consilium.strategies.feddpa import FedDPA
 from consilium.strategies.fedit import FedIT

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from consilium import __version__
 from consilium.core.messages import HELD_OUT, Hello, Payload
-from consilium.federation.job import Job
+from consilium.federation.job_assembly import Job
 from consilium.server.coordinator import Coordinator
 from consilium.strategies.strategy import Role
 from tests.conftest import assembled, small_config

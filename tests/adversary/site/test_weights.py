@@ -10,7 +10,7 @@ from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 from consilium import __version__
 from consilium.cli.jobs import show, status_lines
 from consilium.core.messages import Hello, Payload
-from consilium.federation.job import Job
+from consilium.federation.job_assembly import Job
 from consilium.flare.job import wire
 from consilium.flare.job.aggregator import StrategyAggregator
 from consilium.report.live_view import progress

@@ -15,7 +15,7 @@ from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.schema import LARGEST_FILE, read_yaml
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.models import architecture
 from consilium.models.meta_device import build_on_meta_device
 from consilium.models.registry import MODELS

@@ -9,7 +9,7 @@ from torch import nn
 from consilium.adapters.names import prepare_linear_layers
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.models.registry import TargetSet
 from tests.conftest import small_config
 

@@ -18,7 +18,7 @@ from consilium.config.job import load_job
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.flare.admin.submission_folder import prepare, prepare_resume
-from consilium.flare.job import job_context, site_registry, wire
+from consilium.flare.job import job_context, site_jobs, wire
 from consilium.flare.job.filters import GuardTaskFilter
 from consilium.flare.job.recipe import export
 from tests.conftest import JOBS
@@ -148,7 +148,7 @@ def test_an_unapproved_job_is_refused_at_hello_before_data_are_touched(local: Pa
     (local / "site.yaml").write_text(f"approve: digest\nstate: {tmp_path / 'state'}\n")
     workspace = SimpleNamespace(get_app_dir=lambda job: str(received), get_site_config_dir=lambda: str(local))
     for message in (wire.encode_dict(wire.HELLO, {"run": "r"}), Shareable()):
-        guard = patch.object(site_registry, "build_guard")
+        guard = patch.object(site_jobs, "build_guard")
         with patch.object(job_context, "workspace", lambda fl_ctx: workspace), guard as made:
             reply = GuardTaskFilter().process(message, FLContext())
         assert wire.reason_of(reply) is Reason.APPROVAL

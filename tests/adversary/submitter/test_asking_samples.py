@@ -24,7 +24,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConsiliumError, DataError
 from consilium.core.messages import Kind, Payload, SiteInfo
 from consilium.core.schema import Section
-from consilium.federation.job import build_task
+from consilium.federation.job_assembly import build_task
 from consilium.models.causal_lm.network import load_tokenizer
 from consilium.runtime.worker_pool import simulated_sites
 from consilium.tasks.registry import TASKS

@@ -12,7 +12,7 @@ from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, DataError, Reason, RefusedError
 from consilium.core.messages import Kind, Payload, SiteInfo
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from consilium.privacy.guard.guard import Guard
 from tests.conftest import small_config, small_text
 

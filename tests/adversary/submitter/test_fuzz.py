@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from consilium.config.job import load_job
 from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, ConsiliumError
-from consilium.federation.job import assemble_job
+from consilium.federation.job_assembly import assemble_job
 from tests.adversary.fuzzing import PLAIN, attack, fuzzed
 from tests.conftest import JOBS
 

@@ -14,7 +14,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, DataError
 from consilium.core.schema import validate
-from consilium.federation.job import build_task
+from consilium.federation.job_assembly import build_task
 from consilium.tasks.classification import ClassificationConfig
 from tests.conftest import small_config
 

@@ -13,7 +13,7 @@ from nvflare.apis.workspace import Workspace
 from consilium.config.run_sections import CrossSiteConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
-from consilium.federation.job import Job, assemble_job
+from consilium.federation.job_assembly import Job, assemble_job
 from consilium.federation.run_folders import check_run_name, claim_run_folder
 from consilium.flare.job import job_context
 from consilium.flare.job.simulation_settings import OUTPUT

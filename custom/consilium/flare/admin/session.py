@@ -272,7 +272,7 @@ def _resume_hint(job: Job) -> str:
 
 
 def experiment_of(job: Job) -> str:
-    """Return the name of a job's run at the server, as job_context.experiment_name does."""
+    """Return the name of a job's run at the server, as job_context.run_folder_name does."""
     return job.get("experiment") or default_run_name(job["name"], job["job_id"])
 
 

@@ -11,7 +11,7 @@ from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.messages import Payload, SiteInfo
 from consilium.core.sanitize import shown
-from consilium.federation.job import Job
+from consilium.federation.job_assembly import Job
 from consilium.federation.job_checks import refuse_first
 from consilium.flare.job import job_context, wire
 from consilium.privacy.plan import make_plan

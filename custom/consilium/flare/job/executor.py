@@ -10,7 +10,7 @@ from nvflare.apis.signal import Signal
 
 from consilium.client.client import Client, perform
 from consilium.core.errors import STOPS, ConsiliumError, Reason, RefusedError
-from consilium.flare.job import job_context, site_registry, wire
+from consilium.flare.job import job_context, site_jobs, wire
 from consilium.flare.job.gc import collect_garbage
 from consilium.flare.job.private_log import log_failure, route_to_private_log
 from consilium.flare.patches import share_timers
@@ -32,7 +32,7 @@ class SiteExecutor(Executor):
             route_to_private_log(fl_ctx)
             share_timers()
         if event_type == EventType.END_RUN:
-            site_registry.close(fl_ctx)
+            site_jobs.close(fl_ctx)
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
         """Run the authorized task. After a failure, the reply has a reason only, and the details are in the site's own log."""
@@ -55,6 +55,6 @@ class SiteExecutor(Executor):
             if abort_signal.triggered:
                 raise Stopped("the job was aborted")
 
-        site = site_registry.built_client(self, fl_ctx)
+        site = site_jobs.built_client(self, fl_ctx)
         site.context.should_stop = stop_if_aborted
         return site

@@ -14,7 +14,7 @@ from nvflare.apis.shareable import Shareable
 
 from consilium.core.errors import STOPS, ConsiliumError, Reason, RefusedError
 from consilium.core.messages import Kind, Payload
-from consilium.flare.job import site_registry, wire
+from consilium.flare.job import site_jobs, wire
 from consilium.flare.job.private_log import log_failure
 from consilium.privacy.guard.guard import Guard
 from consilium.privacy.guard.task_schedule import AuthorizedTask
@@ -51,10 +51,10 @@ class GuardTaskFilter(ClosedFilter):
 
     def handle(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Return a shareable that only refers to the authorized task. The server's message itself is not passed on."""
-        if isinstance(wire.peek(shareable), AuthorizedTask) or site_registry.site_job_state(fl_ctx).refused is shareable:
+        if isinstance(wire.peek(shareable), AuthorizedTask) or site_jobs.site_job_state(fl_ctx).refused is shareable:
             return shareable  # the first pair of filters made it
-        site_registry.reload_unusable_data(fl_ctx)
-        guard, name = site_registry.guard(self, fl_ctx), fl_ctx.get_prop(FLContextKey.TASK_NAME)
+        site_jobs.reload_unusable_data(fl_ctx)
+        guard, name = site_jobs.guard(self, fl_ctx), fl_ctx.get_prop(FLContextKey.TASK_NAME)
         guard.end_task()
         if wire.reason_of(shareable) is not None:
             raise RefusedError(f"{guard.name}: a refusal in the place of a task; nothing was sent", Reason.TASK)
@@ -65,7 +65,7 @@ class GuardTaskFilter(ClosedFilter):
 
     def replace_by_refusal(self, reason: Reason, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Return a refusal, and remember it so that the second pair lets it pass. Refusals sent by a server do not pass."""
-        site_registry.site_job_state(fl_ctx).refused = refusal = super().replace_by_refusal(reason, shareable, fl_ctx)
+        site_jobs.site_job_state(fl_ctx).refused = refusal = super().replace_by_refusal(reason, shareable, fl_ctx)
         return refusal
 
 
@@ -74,11 +74,11 @@ class GuardResultFilter(ClosedFilter):
 
     def handle(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Return the message that the guard releases for a result. Of a refusal only the reason is used."""
-        if site_registry.site_job_state(fl_ctx).sent is shareable:
+        if site_jobs.site_job_state(fl_ctx).sent is shareable:
             return shareable
         if (reason := wire.reason_of(shareable)) is not None:
             return self.replace_by_refusal(reason, shareable, fl_ctx)
-        guard, answer = site_registry.guard(self, fl_ctx), wire.pop(shareable)
+        guard, answer = site_jobs.guard(self, fl_ctx), wire.pop(shareable)
         if not isinstance(answer, wire.Answer):
             raise RefusedError(f"{guard.name}: no answer to a task; nothing was sent", Reason.TASK)
         released = guard.answer(answer.task, answer.result)
@@ -99,7 +99,7 @@ class GuardResultFilter(ClosedFilter):
         See Guard.refuse. If recording fails, the reason is BUDGET or LEDGER, whatever the failure was.
         """
         try:
-            guard = site_registry.guard(self, fl_ctx)
+            guard = site_jobs.guard(self, fl_ctx)
         except STOPS:
             raise
         except BaseException as error:  # such as a missing data list; nothing was trained, so a log line is enough
@@ -116,7 +116,7 @@ class GuardResultFilter(ClosedFilter):
             return Reason.BUDGET if over else Reason.LEDGER
 
     def _remember_sent(self, message: Shareable, fl_ctx: FLContext) -> Shareable:
-        site_registry.site_job_state(fl_ctx).sent = message
+        site_jobs.site_job_state(fl_ctx).sent = message
         return message
 
 

@@ -23,7 +23,7 @@ from consilium.core.errors import ConfigError, Reason
 from consilium.core.messages import Observer
 from consilium.core.registry import NO_PLUGINS, Plugins
 from consilium.core.storage import make_private_folder, read_json, sweep, write_atomic
-from consilium.federation.job import Job, assemble_job
+from consilium.federation.job_assembly import Job, assemble_job
 from consilium.federation.job_checks import refuse_first
 from consilium.federation.run_folders import OWNER, RUNS, STATE, check_run_name, claim_run_folder, default_run_name, known_run
 from consilium.flare.job.simulation_settings import IDENTITIES, OUTPUT, is_simulated_process, read_settings
@@ -132,13 +132,13 @@ def open_server_folder(fl_ctx: FLContext, job: Job, resume: bool = False) -> Pat
 
     Raises ConfigError if the folder belongs to another submitter, and with `resume` if it holds no run.
     """
-    state, name = state_folder(fl_ctx), experiment_name(fl_ctx, job)
+    state, name = state_folder(fl_ctx), run_folder_name(fl_ctx, job)
     if resume and not (state / RUNS / name / "metrics.jsonl").is_file() and not is_simulated_process():
         raise ConfigError(f"experiment: there is no run {name!r} at this server to go on with; submit it")
     return _claim_and_sweep_folder(fl_ctx, job, state)
 
 
-def experiment_name(fl_ctx: FLContext, job: Job) -> str:
+def run_folder_name(fl_ctx: FLContext, job: Job) -> str:
     """Return the name of this run's folder: the job's experiment, or else a name made from FLARE's job id."""
     return check_run_name(job.config.experiment or default_run_name(job.config.name, fl_ctx.get_job_id()))
 
@@ -278,7 +278,7 @@ def _claim_and_sweep_folder(fl_ctx: FLContext, job: Job, state: Path, site: str 
         return state
     # also if `state` is another folder; former versions left it readable
     make_private_folder(state_folder(fl_ctx)).chmod(0o700)
-    found = claim_run_folder(state, experiment_name(fl_ctx, job), submitter(fl_ctx), site)
+    found = claim_run_folder(state, run_folder_name(fl_ctx, job), submitter(fl_ctx), site)
     sweep(found)
     return found
 

@@ -26,7 +26,7 @@ from consilium.core.errors import ConfigError, ConsiliumError, Reason
 from consilium.core.messages import Kind
 from consilium.core.sanitize import count_with_noun, shown
 from consilium.core.storage import checkpoint_hash, read_json
-from consilium.federation.job import Job, assemble_job, checkpoint_of
+from consilium.federation.job_assembly import Job, assemble_job, checkpoint_of
 from consilium.federation.run_folders import STATE
 from consilium.flare.job.job_context import check_federated
 from consilium.flare.kit.kit_contents import kit_name, kit_role, participant_role, private_key_path, read_settings

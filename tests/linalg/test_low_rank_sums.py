@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from consilium.core import lowrank
-from consilium.core.lowrank import (
+from consilium.core import low_rank_sums
+from consilium.core.low_rank_sums import (
     Change,
     Spectrum,
     Update,
@@ -142,7 +142,7 @@ def test_a_large_dense_update_has_the_values_of_the_full_svd(
     """PITFALL: a fixed number of iterations is 2.6 % off on a flat spectrum, and nobody knows."""
     matrix = shaped(1024, 700, SPECTRA[name][:700])
     if not converges:
-        monkeypatch.setattr(lowrank, "_iterated_triplets", lambda *_: None)
+        monkeypatch.setattr(low_rank_sums, "_iterated_triplets", lambda *_: None)
     truth = torch.linalg.svdvals(matrix.double())[:32]
     found = spectrum(as_dense(matrix), 32)
     assert found.error <= 1e-13 * float(truth[0])
@@ -238,15 +238,15 @@ def test_alignments_are_those_of_the_dense_matrices(ranks: list[int], seed: int)
     flat = [torch.cat([(layer[i][0] @ layer[i][1]).flatten() for layer in layers]) for i in range(len(ranks))]
     mean = sum(w * f for w, f in zip(weights, flat, strict=True))
     expected = [float(torch.nn.functional.cosine_similarity(f, mean, dim=0)) for f in flat]
-    assert lowrank.alignments(layers, weights) == pytest.approx(expected, abs=1e-9)
-    assert lowrank.norm(layers[0][0]) == pytest.approx(float((layers[0][0][0] @ layers[0][0][1]).norm()))
+    assert low_rank_sums.alignments(layers, weights) == pytest.approx(expected, abs=1e-9)
+    assert low_rank_sums.norm(layers[0][0]) == pytest.approx(float((layers[0][0][0] @ layers[0][0][1]).norm()))
 
 
 def test_who_goes_the_other_way_is_told_so_and_who_goes_nowhere_scores_0() -> None:
     step = (0.01 * torch.ones(3, 1), torch.ones(1, 2))
-    assert lowrank.alignments([[step, (-step[0], step[1])]], [0.7, 0.3]) == pytest.approx([1, -1])
-    assert lowrank.norm(step) == pytest.approx(0.01 * 6**0.5)
-    assert lowrank.alignments([[step, (0 * step[0], step[1])]], [0.7, 0.3]) == pytest.approx([1, 0])
+    assert low_rank_sums.alignments([[step, (-step[0], step[1])]], [0.7, 0.3]) == pytest.approx([1, -1])
+    assert low_rank_sums.norm(step) == pytest.approx(0.01 * 6**0.5)
+    assert low_rank_sums.alignments([[step, (0 * step[0], step[1])]], [0.7, 0.3]) == pytest.approx([1, 0])
 
 
 @pytest.mark.parametrize("dense", [True, False])
@@ -260,8 +260,8 @@ def test_alignments_with_an_update_are_over_all_layers_and_0_with_nothing(dense:
     sites = {n: [(torch.full((1, 1), by), row) for by in (2.0, -0.001, 0.0)] for n, row in rows.items()}
     sites["one"].append((torch.ones(1, 1), 3 * unit[:1]))
     sites["two"].append((torch.ones(1, 1), 0 * unit[1:]))
-    assert lowrank.alignments_with(sites, updates) == pytest.approx([1, -1, 0, 5**-0.5])
-    assert lowrank.alignments_with(sites, {n: zero_update(1, 2) for n in rows}) == [0] * 4
+    assert low_rank_sums.alignments_with(sites, updates) == pytest.approx([1, -1, 0, 5**-0.5])
+    assert low_rank_sums.alignments_with(sites, {n: zero_update(1, 2) for n in rows}) == [0] * 4
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,9 @@ def test_alignments_with_an_update_are_over_all_layers_and_0_with_nothing(dense:
 )
 def test_a_large_update_of_rank_one_is_decomposed_to_the_same_bits_every_time(rank_one: Tensor) -> None:
     """ARPACK restarts there, and would draw the new start from fresh randomness."""
-    first, second = (lowrank.spectrum(lowrank.Update(torch.zeros(600, 0), torch.zeros(0, 600), rank_one), 16) for _ in range(2))
+    first, second = (
+        low_rank_sums.spectrum(low_rank_sums.Update(torch.zeros(600, 0), torch.zeros(0, 600), rank_one), 16) for _ in range(2)
+    )
     for part in ("left", "values", "right"):
         assert torch.equal(getattr(first, part), getattr(second, part)), part
     assert float(first.values[0]) == pytest.approx(float(rank_one.double().norm()), rel=1e-9)

@@ -1,6 +1,6 @@
 """The other ranks of a site with several devices: child processes that compute on their share of every batch.
 
-ddp.py is the side of rank 0. The messages between both sides are defined here.
+data_parallel.py is the side of rank 0. The messages between both sides are defined here.
 """
 
 import logging
@@ -23,7 +23,7 @@ from consilium.core.errors import ConsiliumError, Reason
 from consilium.core.messages import Tensors
 from consilium.core.schema import validate
 from consilium.data.datalist import DataList
-from consilium.federation.job import build_model, build_task
+from consilium.federation.job_assembly import build_model, build_task
 from consilium.federation.saved_model import load_except_missing_blocks
 from consilium.report.private_logging import route_data_logs
 from consilium.tasks.base import Batch, Task

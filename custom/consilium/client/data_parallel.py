@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from consilium.client.ddp_worker import (
+from consilium.client.data_parallel_worker import (
     BlockRequest,
     Phase,
     RankSetup,
@@ -43,7 +43,7 @@ from consilium.core.messages import Tensors
 from consilium.core.seeding import seed_for
 from consilium.core.storage import make_private_folder
 from consilium.data.datalist import DataList, Loading
-from consilium.federation.job import build_model
+from consilium.federation.job_assembly import build_model
 from consilium.models.low_precision import QUANTIZED
 from consilium.tasks.base import Batch, Task
 from consilium.training.device import pick_device
@@ -263,7 +263,7 @@ class JointTask:
         return found
 
     def reduce_or_broadcast(self, numbers: Tensor, summed: bool) -> Tensor:
-        """See `sum_or_broadcast` in ddp_worker.py. Raises OSError if a rank has ended."""
+        """See `sum_or_broadcast` in data_parallel_worker.py. Raises OSError if a rank has ended."""
         try:
             return sum_or_broadcast(self.ranks.group, numbers, summed)
         except RuntimeError as error:
