@@ -101,7 +101,7 @@ MADE: dict[str, tuple[Callable[[], dicoms.Dataset], Callable[[bytes], bytes], st
     "letters for numbers": (harmless, letters_for_numbers, "has a value that the standard does not allow"),
     "deep": (harmless, deep, ""),
     "swelling": (deflated, swelling, "inflates beyond"),
-    "large code": (lambda: coded(uid.JPEGLSLossless, LARGE), bytes, "60000x60000 pixels in its code, 4x6 in its header"),
+    "large code": (lambda: coded(uid.JPEGLSLossless, LARGE), bytes, "its data say 60000x60000 pixels, its header 4x6"),
     "broken code": (
         lambda: coded(uid.JPEG2000Lossless, b"\xff\x4f SECRET" + bytes(50)), bytes, "cannot be read as DICOM",
     ),

@@ -65,7 +65,9 @@ def check_hello(hello: Hello, packages: Mapping[str, str]) -> None:
         )
     flags = type(hello.joined) is bool and type(hello.seeded) is bool
     if not flags or not is_hash_or_empty(hello.checkpoint) or not is_hash_or_empty(hello.ledger):
-        raise RefusedError(f"{name}: hello holds a value of another kind than declared; see that site")
+        raise RefusedError(
+            f"{name}: joined, seeded, checkpoint or ledger in its hello is malformed; see that site, its version may differ"
+        )
     if type(hello.test_only) is not bool or (hello.test_only and hello.num_samples):
         raise RefusedError(f"{name}: test_only is not a boolean, or it says that it has training samples too; see that site")
     if not isinstance(hello.capacity, dict) or not hello.capacity.keys() <= CAPACITY:

@@ -47,7 +47,7 @@ def check_compressed_frames(file: Path, elements: Dataset, count: int) -> None:
             (len(code) > most, f"frame {number} takes {len(code):,} bytes, at most {most:,} are read; replace it"),
             (
                 found != shape,
-                f"frame {number} has {found[0]}x{found[1]} pixels in its code, {shape[0]}x{shape[1]} in its header; {TAKE_OFF}",
+                f"frame {number}: its data say {found[0]}x{found[1]} pixels, its header {shape[0]}x{shape[1]}; {TAKE_OFF}",
             ),
         )
         check_decoding_cost(f"{file}: frame {number}", code)

@@ -83,7 +83,9 @@ class SiteRecord:
             kept = attempt[step] = {"question": asked, "answer": make()}
             self.save()
         if kept["question"] != asked:
-            raise refusal_error(f"this site has answered {step} of this attempt, and this is another question")
+            raise refusal_error(
+                f"this site has already answered {step} of this attempt, and the server now asks something different"
+            )
         return dict(kept["answer"])
 
     def end(self) -> None:
