@@ -117,7 +117,7 @@ class WorkerPool:
         self._workers = [ChildProcess(worker_main, threads=1) for _ in range(min(count, len(names)))]
         self._threads = [ThreadPoolExecutor(1) for _ in self._workers]
         self._place = {name: place % len(self._workers) for place, name in enumerate(names)}
-        gpus = torch.cuda.device_count()
+        gpus = torch.cuda.device_count() if any(site.main_device == "auto" for site in sites.values()) else 0
         for number, worker in enumerate(self._workers):
             dealt = {name: sites[name] for name in names if self._place[name] == number}
             if gpus > 1:  # a site that names no device gets a GPU by its worker's number

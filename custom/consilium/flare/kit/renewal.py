@@ -73,8 +73,8 @@ def renew(sites: Path, folder: Path, names: Collection[str] = (), root: str = KE
     if not path.is_file():
         raise ConfigError(f"{path}: not there, so nothing can be renewed; give the folder that `consilium provision -o` made")
     state = read_json(path)
+    signing = load_pem_private_key(state[ROOT_KEY].encode(), password=None)  # before anything is changed
     if root == KEEP:
-        signing = load_pem_private_key(state[ROOT_KEY].encode(), password=None)
         name = Identity(get_cert_common_name(x509.load_pem_x509_certificate(state[ROOT].encode())))
         kept = generate_cert(name, name, signing, signing.public_key(), valid_days=deployment.valid_days, ca=True)
         state[ROOT] = serialize_cert(kept).decode()

@@ -82,6 +82,7 @@ def distances(guess: np.ndarray, reference: np.ndarray, spacing: Sequence[float]
     for axis in axes:  # the smallest box around both masks has all surfaces, and most of a volume is outside of it
         there = np.flatnonzero(both.any(axis=tuple(other for other in axes if other != axis)))
         cut.append(slice(there[0], there[-1] + 1))
+    del both  # the search for neighbours below takes memory of its own
     padded, step = [np.pad(mask[tuple(cut)], 1) for mask in (guess, reference)], np.asarray(spacing, dtype=np.float64)
     surfaces = [np.argwhere(mask ^ binary_erosion(mask)) * step for mask in padded]  # voxels at a border, (V, axes)
     apart = [_nearest(*surfaces), _nearest(*reversed(surfaces))]
