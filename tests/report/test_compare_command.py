@@ -40,6 +40,16 @@ def test_the_command_writes_every_format(tmp_path: Path, monkeypatch: pytest.Mon
         assert "ffa" in (tmp_path / f"out.{end}").read_text()
 
 
+def test_a_missing_picture_is_named_once_on_the_page_and_once_for_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path / "run", {"a": 0.5})
+    page = tmp_path / "page.html"
+    assert run(monkeypatch, "compare", tmp_path / "run", "-o", page, "--pictures", tmp_path / "pictures") == 0
+    assert page.read_text().count("no axis of a study has numbers") == 1
+    assert capsys.readouterr().err.count("note: no curves: no axis of a study has numbers") == 1
+
+
 def test_mistakes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = made(tmp_path, {"fedit": [[0.5]], "ffa_lora": [[0.5]]})
     (b / "results.json").unlink()
