@@ -47,7 +47,7 @@ def test_a_missing_picture_is_named_once_on_the_page_and_once_for_the_folder(
     page = tmp_path / "page.html"
     assert run(monkeypatch, "compare", tmp_path / "run", "-o", page, "--pictures", tmp_path / "pictures") == 0
     assert page.read_text().count("no axis of a study has numbers") == 1
-    assert capsys.readouterr().err.count("note: no curves: no axis of a study has numbers") == 1
+    assert capsys.readouterr().err.count("note: no along: no axis of a study has numbers") == 1
 
 
 def test_mistakes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
