@@ -117,9 +117,11 @@ class Attendance(FLComponent):
                 for client in process[RunProcessKey.PARTICIPANTS].values():
                     jobs.setdefault(client.name, []).append(job_id)
         sites = {n: facts | {"here": n in here, "jobs": jobs.get(n, [])} for n, facts in sorted(self._sites.items())}
-        # Why the server would refuse sites that are not connected, as far as it knows: a certificate's expiry is known from a
+        # Why the server would refuse sites that are not connected, as far as it knows: a certificate's times are known from a
         # heartbeat only. A site whose connection fails before the registration, as with a kit of another project, has no name.
-        causes = {n: Cause.ENDED for n, one in self._sites.items() if one.get("certificate_ends", math.inf) < time.time()}
+        now = time.time()
+        causes = {n: Cause.ENDED for n, one in self._sites.items() if one.get("certificate_ends", math.inf) < now}
+        causes |= {n: Cause.EARLY for n, one in self._sites.items() if one.get("certificate_starts", 0.0) > now}
         with suppress(ConfigError):  # a damaged revocation list is reported by the doctor
             revoked = revocation.revoked_until(self._kit / "local") if self._kit else {}
             late = {n: self._sites.get(n, {}).get("last_seen", 0.0) for n in revoked if PERSON not in n}
@@ -134,6 +136,7 @@ SENT: dict[str, Callable[[Any], bool]] = {
     "version": is_version,
     "protocol": lambda value: type(value) is int and 0 <= value < 10**6,
     "libraries": are_libraries,
+    "certificate_starts": is_time,
     "certificate_ends": is_time,
     "health": lambda value: type(value) is dict and valid_facts(value, HEALTH) == value,
     "clock": is_time,
