@@ -280,7 +280,7 @@ def test_list_is_written_while_no_site_connects(tmp_path: Path, monkeypatch: pyt
     thread = Mock()
     monkeypatch.setattr(heartbeat_server.threading, "Thread", thread)
     beat(tmp_path, EventType.SYSTEM_START)
-    monkeypatch.setattr(heartbeat_server.time, "sleep", Mock(side_effect=InterruptedError))
+    monkeypatch.setattr(heartbeat_server.time, "sleep", Mock(side_effect=[None, InterruptedError]))
     with pytest.raises(InterruptedError):
         thread.call_args.kwargs["target"]()
     found = json.loads(path.read_text())["sites"]["a"]

@@ -88,8 +88,8 @@ class Attendance(FLComponent):
 
     def _write_regularly(self) -> None:
         while True:
+            time.sleep(EVERY)  # the first heartbeat may write at once
             self._write()
-            time.sleep(EVERY)
 
     def _write(self) -> None:
         """Write the list to attendance.json, unless that was done less than ten seconds ago."""
