@@ -134,7 +134,7 @@ def test_taken_port_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """FLARE's server writes gRPC's line into its log and runs on. A line about another port does not count."""
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        monkeypatch.setattr("consilium.flare.kit.processes.free_port", lambda: port)
+        monkeypatch.setattr("consilium.flare.kit.processes.reserve_port", lambda: taken)
         federation = LocalFederation(tmp_path, {"site-1": {}}, make=lambda file, folder: folder)
         assert yaml.safe_load(federation.file.read_text())["server"]["port"] == port
         with subprocess.Popen(["sleep", "60"]) as process:
@@ -146,3 +146,15 @@ def test_taken_port_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             with pytest.raises(poc.ConsiliumError, match=told):
                 federation.check_alive()
             process.kill()
+
+
+def test_port_is_reserved_for_the_server(tmp_path: Path) -> None:
+    """Kits take seconds to make, and the server takes seconds to start."""
+    federation = LocalFederation(tmp_path, {"site-1": {}}, make=lambda file, folder: folder)
+    for address in ("", "127.0.0.1"):
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server((address, federation.port))
+    assert grpc_server(federation.port).returncode == 0
+    port = federation.port
+    del federation
+    socket.create_server(("127.0.0.1", port)).close()

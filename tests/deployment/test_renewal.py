@@ -17,6 +17,7 @@ from consilium.flare.admin.kit_metrics import collect_metrics
 from consilium.flare.kit import connection_refusals
 from consilium.flare.kit.connection_refusals import Cause
 from consilium.flare.kit.doctor import examine
+from consilium.flare.kit.heartbeat_server import read_attendance
 from consilium.flare.kit.kit_contents import certificate_path
 from consilium.flare.kit.renewal import renew, update_kit
 from consilium.flare.kit.revocation import revoke
@@ -27,10 +28,13 @@ from tests.deployment.jobs import consilium
 from tests.deployment.network import Relay
 
 
-def age(kit: Path, state: Path, days: float) -> None:
-    """Let a kit's two certificates be as they are after so many days more, signed by the project's root as they were."""
+def age(kit: Path, state: Path, days: float, root: bool = True) -> None:
+    """Let a kit's certificates be as they are after so many days more, signed by the project's root as they were.
+
+    `root`: whether the root's certificate in the kit ages too.
+    """
     key = load_pem_private_key(json.loads(state.read_text())["root_pri_key"].encode(), None)
-    for path in (certificate_path(kit), kit / "startup/rootCA.pem"):
+    for path in (certificate_path(kit), kit / "startup/rootCA.pem")[: 1 + root]:
         old = x509.load_pem_x509_certificate(path.read_bytes())
         new = x509.CertificateBuilder(old.issuer, old.subject, old.public_key(), old.serial_number)
         new = new.not_valid_before(old.not_valid_before_utc - timedelta(days)).not_valid_after(
@@ -65,6 +69,37 @@ def test_renewed_kit_joins_beside_old_ones(tmp_path: Path) -> None:
         (round,) = federation.events("concluded")
         assert round["sites"] == ["site-1", "site-2"]
         federation.shutdown()
+
+
+@pytest.mark.slow
+def test_certificates_that_ended_or_begin_later_are_named_at_the_site(tmp_path: Path) -> None:
+    """The server sees no name of sites 1 and 2. It has had a heartbeat of site 3, whose certificate ends one minute later."""
+    causes = {"site-1": Cause.ENDED, "site-2": Cause.EARLY}
+    with Federation(tmp_path, {name: {} for name in (*causes, "site-3")}) as federation:
+        state = federation.kits.parent / "state/cert.json"
+        age(federation.kit("site-1"), state, 361)
+        age(federation.kit("site-2"), state, -3, root=False)
+        age(federation.kit("site-3"), state, 360 - 60 / 86400, root=False)
+        federation.start("server", "site-3")
+        for name, cause in causes.items():
+            kit = federation.kit(name)
+            assert admission_of(kit) == cause.remedy  # stopped: by its own clock
+            (kit / STATE / connection_refusals.FILE).unlink()
+            federation.start(name, wait=0)
+            federation.until(lambda kit=kit, cause=cause: connection_refusals.noted_cause(kit) is cause, 60, "the cause")
+            assert "the kit's certificate is valid from" in federation.log(name)
+            assert admission_of(kit) == cause.remedy
+            assert [one.labels for one in collect_metrics(kit) if one.name == "refused"] == [{"site": name, "cause": cause}]
+        rows = json.loads(consilium(federation, "sites", "--format", "json"))["sites"]
+        assert {row["site"] for row in rows} == {"site-3"}
+        server, labels = federation.kit("server"), {"site": "site-3", "cause": Cause.ENDED}
+        federation.until(lambda: "site-3" in read_attendance(server)["sites"], 30, "the list on disk")
+        for name in ("site-1", "site-2", "site-3", "server"):
+            federation.kill(name)
+        federation.start("server", wait=0)
+        federation.until(lambda: [one.labels for one in collect_metrics(server) if one.name == "refused"] == [labels], 90, "it")
+        rows = json.loads(consilium(federation, "sites", "--format", "json"))["sites"]
+        assert {row["site"]: row["state"] for row in rows} == {"site-3": "ended"}
 
 
 @pytest.mark.slow

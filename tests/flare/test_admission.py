@@ -1,11 +1,21 @@
 """Why a server does not let a site in: one list of causes at both ends, in logs, doctor, `sites` and metrics."""
 
+import json
 import logging
 import shutil
+import socketserver
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+import grpc
 import pytest
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_exception import FLCommunicationError
@@ -14,14 +24,17 @@ from nvflare.private.fed.server.training_cmds import TrainingCommandModule
 
 from consilium.cli.sites import site_rows
 from consilium.flare.admin.kit_metrics import HELP, collect_metrics
-from consilium.flare.kit import connection_refusals
+from consilium.flare.kit import connection_refusals, doctor
+from consilium.flare.kit.certificates import NO_ALERT
 from consilium.flare.kit.connection_refusals import Cause, HeartbeatFilter, await_admission, cause_of, refusal_message
-from consilium.flare.kit.heartbeat_client import own_facts
+from consilium.flare.kit.doctor import examine
+from consilium.flare.kit.heartbeat_client import note_connection_refusal, own_facts, register
 from consilium.flare.kit.heartbeat_server import Attendance
 from consilium.flare.kit.provision import provision
 from consilium.flare.kit.revocation import REFUSED, revoke
 from consilium.report.prometheus_text import exposition_text
 from tests.conftest import run
+from tests.deployment.test_renewal import age
 
 SITES = Path(__file__).parents[2] / "provisioning" / "sites.yml"
 SAID = {
@@ -49,6 +62,7 @@ def wrapped(kind: str, said: str) -> FLCommunicationError:
 @pytest.mark.parametrize("cause", list(Cause))
 def test_each_cause_is_known_by_what_is_said_and_has_a_remedy(cause: Cause) -> None:
     assert cause_of(SAID[cause]) is cause
+    assert cause_of(SAID[cause].upper()) is cause
     assert cause.text
     assert cause.remedy
 
@@ -123,6 +137,7 @@ def test_the_server_says_the_same_of_a_site_that_is_away(tmp_path: Path, monkeyp
     seen = own_facts(now + day) | {"last_seen": now - 10}
     server._sites = {name: dict(seen) for name in ("a", "b", "c", "d", "e")}
     server._sites["b"]["certificate_ends"] = now - day
+    server._sites["h"] = seen | {"certificate_starts": now + day}  # the server's clock is behind
     revoke("a", kit)
     revoke("e", kit)
     server._sites["e"]["last_seen"] = now + 10  # by a later kit
@@ -133,6 +148,7 @@ def test_the_server_says_the_same_of_a_site_that_is_away(tmp_path: Path, monkeyp
     server._engine = engine  # type: ignore[assignment]
     rows = {row["site"]: row for row in site_rows(server._status_facts(), now)}
     states = {"a": "revoked", "b": "ended", "c": "refused", "d": "gone", "e": "gone", "f": "revoked", "g": "refused"}
+    states["h"] = "not yet valid"
     assert {name: row["state"] for name, row in rows.items()} == states
     assert list(rows) == sorted(rows)
     for name in ("a", "f"):
@@ -164,3 +180,131 @@ def test_a_site_that_was_revoked_before_its_first_heartbeat_is_listed_when_it_tr
     again.handle_event(EventType.SYSTEM_BOOTSTRAP, fl_ctx)
     assert again._sites == {}
     assert list(again._status_facts()["sites"]) == ["hospital-a"]
+
+
+# certificates that are not valid now --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def grpc_server(startup: Path, port: int) -> Iterator[None]:
+    """Answer TLS as FLARE's server does over gRPC."""
+    key, own, root = ((startup / name).read_bytes() for name in ("server.key", "server.crt", "rootCA.pem"))
+    server = grpc.server(ThreadPoolExecutor(1))
+    server.add_secure_port(f"127.0.0.1:{port}", grpc.ssl_server_credentials([(key, own)], root, require_client_auth=True))
+    server.start()
+    yield
+    server.stop(None).wait()
+
+
+@contextmanager
+def ssl_server(startup: Path, port: int) -> Iterator[None]:
+    """Answer TLS as FLARE's server does over its other transports: with Python's ssl."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=startup / "rootCA.pem")
+    context.load_cert_chain(startup / "server.crt", startup / "server.key")
+    context.verify_mode = ssl.CERT_REQUIRED
+
+    class Reusing(socketserver.ThreadingTCPServer):
+        allow_reuse_address = True  # the server of the test before had the port
+
+    class Handshake(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with suppress(OSError):
+                context.wrap_socket(self.request, server_side=True).sendall(b"x")
+
+    with Reusing(("127.0.0.1", port), Handshake) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield
+        server.shutdown()
+
+
+@pytest.fixture(params=[grpc_server, ssl_server])
+def alerts(made: Path, request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Run a server at the address in the kits, with its certificate. Return whether it sends alerts."""
+    startup = made / "localhost" / "startup"
+    port = json.loads((startup / "fed_server.json").read_text())["servers"][0]["service"]["target"].rpartition(":")[2]
+    with request.param(startup, int(port)):
+        yield request.param is ssl_server
+
+
+TIMES = pytest.mark.parametrize(("days", "cause"), [(361, Cause.ENDED), (-3, Cause.EARLY)])
+"""Days by which a certificate's times are earlier, and the cause for which a server refuses it."""
+
+
+@pytest.fixture
+def state(made: Path) -> Path:
+    """Return the file with the root's key."""
+    return made.parent / "state/cert.json"
+
+
+@TIMES
+def test_doctor_names_a_certificate_that_is_not_valid(days: int, cause: Cause, kit: Path, state: Path, alerts: bool) -> None:
+    """With such a certificate FLARE raises an error before it connects."""
+    age(kit, state, days, root=False)
+    found = {one.check: one for one in examine(kit)}["admission"]
+    assert found.found.startswith(f"the server does not let this site in: {cause}: {cause.text} (it is valid from ")
+    assert found.found.endswith(" UTC)")
+    assert found.remedy == cause.remedy
+    assert connection_refusals.noted_cause(kit) is cause
+
+
+def test_doctor_names_a_certificate_that_ended_with_its_root(kit: Path, state: Path, alerts: bool) -> None:
+    age(kit, state, 361)
+    found = {one.check: one for one in examine(kit)}
+    assert not found["server"].ok
+    assert found["admission"].remedy == Cause.ENDED.remedy
+
+
+@TIMES
+def test_doctor_names_a_certificate_that_only_the_servers_clock_refuses(
+    days: int, cause: Cause, kit: Path, state: Path, alerts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The handshake fails, so the registration has no reply. gRPC does not send the cause."""
+    age(kit, state, days, root=False)
+    monkeypatch.setattr(doctor, "why_certificate_invalid", lambda path: ("", None))
+    unanswered = Mock(side_effect=FLCommunicationError("cannot connect to server for 10.0 seconds"))
+    monkeypatch.setattr(connection_refusals, "try_registration", unanswered)
+    found, shown = {one.check: one for one in examine(kit)}["admission"], cause if alerts else Cause.UNKNOWN
+    assert found.found.startswith(f"the server does not let this site in: {shown}: {shown.text} (")
+    assert ("[SSL: SSLV3_ALERT_" in found.found) == alerts
+    assert (NO_ALERT in found.found) == (not alerts)
+    assert found.remedy == shown.remedy
+
+
+@TIMES
+def test_site_learns_while_it_registers_that_the_servers_clock_refuses_it(
+    days: int,
+    cause: Cause,
+    kit: Path,
+    state: Path,
+    alerts: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    age(kit, state, days, root=False)
+    monkeypatch.chdir(kit)
+
+    def register_when_noted(*_: object) -> tuple[str, str, str]:
+        ends = time.monotonic() + 20
+        while connection_refusals.noted_cause(kit) is None and time.monotonic() < ends:
+            time.sleep(0.05)
+        return "token", "s", "i"
+
+    assert register(register_when_noted, None, "clinic", "test", None) == ("token", "s", "i")
+    shown = cause if alerts else Cause.UNKNOWN
+    assert connection_refusals.noted_cause(kit) is shown
+    assert caplog.text.count(f"the server does not let this site in: {shown}: ") == 1
+
+
+def test_valid_certificate_is_no_refusal(kit: Path, alerts: bool) -> None:
+    note_connection_refusal(kit)
+    assert connection_refusals.noted_cause(kit) is None
+
+
+def test_certificate_that_flare_cannot_use_is_one_line(kit: Path, made: Path, alerts: bool) -> None:
+    """The certificate is of another root with the same name."""
+    other = provision(made.parents[1] / "sites.yml", kit.parent / "other")
+    shutil.copy(other / "clinic/startup/client.crt", kit / "startup/client.crt")
+    shutil.copy(other / "clinic/startup/client.key", kit / "startup/client.key")
+    found = {one.check: one for one in examine(kit)}["admission"]
+    assert "FLARE cannot use it" in found.found
+    assert found.remedy == "restore startup/, or ask the hub for a new kit"

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -20,6 +21,7 @@ from consilium.core.errors import ConfigError
 from consilium.core.messages import PROTOCOL
 from consilium.federation.run_folders import ATTENDANCE, STATE
 from consilium.flare.kit import heartbeat_client, heartbeat_server
+from consilium.flare.kit.connection_refusals import Cause
 from consilium.flare.kit.heartbeat_client import DATA_PERIOD, STEP, HealthReport, gpu_memory, own_facts, valid_facts
 from consilium.flare.kit.local_folder import COMPONENTS, missing_components, update_local
 from consilium.flare.kit.provision import provision
@@ -257,16 +259,32 @@ def unwrapped(monkeypatch: pytest.MonkeyPatch) -> None:
                 monkeypatch.setattr(owner, name, getattr(owner, name))
 
 
-def beat(kit: Path) -> None:
-    """Start a server's component in this kit and let a first heartbeat be processed."""
+def beat(kit: Path, *events: str) -> None:
+    """Start a server's component in this kit and handle `events`, by default a first heartbeat that was processed."""
     manager = SimpleNamespace(disabled_clients=set())
     engine = SimpleNamespace(get_clients=list, run_processes={}, server=SimpleNamespace(client_manager=manager))
     fl_ctx: Any = SimpleNamespace(
         get_prop=lambda key: SimpleNamespace(get_root_dir=lambda: str(kit)), get_engine=lambda: engine
     )
     component = heartbeat_server.Attendance()
-    for event in (EventType.SYSTEM_BOOTSTRAP, EventType.CLIENT_HEARTBEAT_PROCESSED):
+    for event in (EventType.SYSTEM_BOOTSTRAP, *(events or [EventType.CLIENT_HEARTBEAT_PROCESSED])):
         component.handle_event(event, fl_ctx)
+
+
+def test_list_is_written_while_no_site_connects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The certificate has ended since the list was written, so TLS does not let the site in. The server was restarted."""
+    unwrapped(monkeypatch)
+    (tmp_path / STATE).mkdir()
+    seen = {"last_seen": time.time() - 50, "certificate_ends": time.time() - 9, "here": True, "jobs": []}
+    (path := tmp_path / STATE / ATTENDANCE).write_text(json.dumps({"server": own_facts(), "sites": {"a": seen}}))
+    thread = Mock()
+    monkeypatch.setattr(heartbeat_server.threading, "Thread", thread)
+    beat(tmp_path, EventType.SYSTEM_START)
+    monkeypatch.setattr(heartbeat_server.time, "sleep", Mock(side_effect=[None, InterruptedError]))
+    with pytest.raises(InterruptedError):
+        thread.call_args.kwargs["target"]()
+    found = json.loads(path.read_text())["sites"]["a"]
+    assert (found["here"], found["cause"]) == (False, Cause.ENDED)
 
 
 def test_full_disk_logs_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -28,7 +28,7 @@ from consilium.federation.run_folders import ATTENDANCE, STATE
 from consilium.flare.kit import certificates, connection_refusals, doctor
 from consilium.flare.kit.connection_refusals import Cause
 from consilium.flare.kit.doctor import examine
-from consilium.flare.kit.heartbeat_client import note_other_project, own_facts
+from consilium.flare.kit.heartbeat_client import note_connection_refusal, own_facts
 from consilium.flare.kit.local_folder import update_local
 from consilium.flare.kit.provision import provision
 from consilium.privacy.audit_log import AuditLog
@@ -52,6 +52,7 @@ def server(made: Path) -> Iterator[None]:
         def answer() -> None:
             with suppress(ssl.SSLError):  # a client may hang up on us
                 context.wrap_socket(listener.accept()[0], server_side=True).close()
+            listener.close()  # a later connection is refused at once
 
         thread = threading.Thread(target=answer)
         thread.start()
@@ -126,11 +127,11 @@ def test_running_site_notes_another_project(
 ) -> None:
     """TLS fails, so the server sends no cause, and FLARE's log has none."""
     other = provision(made.parents[1] / "sites.yml", tmp_path / "other") / "clinic"
-    note_other_project(other)
+    note_connection_refusal(other)
     assert connection_refusals.noted_cause(other) is Cause.PROJECT
     assert caplog.text.count("the server does not let this site in: wrong project: its kit is of another project") == 1
     (kit / "startup/fed_client.json").unlink()
-    note_other_project(kit)  # without an address there is no server to look at
+    note_connection_refusal(kit)  # without an address there is no server to look at
     assert connection_refusals.noted_cause(kit) is None
 
 

@@ -117,3 +117,18 @@ def test_a_certificate_that_ends_under_a_running_site_is_logged_each_minute(
         now[0] += 10
     assert "the server does not answer" in caplog.text
     assert connection_refusals.noted_cause(tmp_path) is Cause.ENDED
+
+
+def test_server_that_does_not_answer_is_asked_each_minute_whether_tls_fails(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The certificate is valid by the site's clock, and may not be by the server's."""
+    now, asked = [1000.0], list[Path]()
+    monkeypatch.setattr(heartbeat_client, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
+    monkeypatch.setattr(heartbeat_client, "why_certificate_invalid", lambda path: ("", None))
+    monkeypatch.setattr(heartbeat_client, "note_connection_refusal", asked.append)
+    for code, checks in ((ReturnCode.OK, 0), ("", 2)):
+        for _ in range(13):
+            server.beat(code)
+            now[0] += 10
+        assert len(asked) == checks

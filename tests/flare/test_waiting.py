@@ -79,6 +79,14 @@ def test_an_action_is_kept_whatever_its_arguments_are(audit: Path) -> None:
     assert "abort_job 1" in line
 
 
+def test_download_counts_as_an_action(audit: Path) -> None:
+    """Results leave the server, also if `consilium status` asks for them."""
+    for command in ("get_job_meta 1", "list_jobs -d", "job_mgmt.download_job 1"):
+        AuditService.add_event("lead@hub.example", command)
+    (line,) = audit.with_name(audit_rotation.ACTIONS).read_text().splitlines()
+    assert line.endswith("[A:job_mgmt.download_job 1]")
+
+
 def test_no_action_goes_without_its_record(audit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, actions = audit_rotation.open_private, audit.with_name(audit_rotation.ACTIONS)
 

@@ -19,6 +19,7 @@ from tests.conftest import run
 ROOT = Path(__file__).parents[2]
 CONTAINER = ROOT / "provisioning" / "container"
 BIN = Path(sys.executable).parent
+HELM = shutil.which("helm")
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +54,39 @@ def test_a_prepared_kit_keeps_its_policies(
     for policy in ("authorization.json", *(("privacy.json", "site.yaml") if role == "site" else ())):
         assert (out / "local" / policy).read_bytes() == (kit / "local" / policy).read_bytes()
     assert {path: path.read_bytes() for path in kit.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("name", ["Clinic_7", "hospital-a", "fl.hub.example"])
+def test_helm_chart_has_names_that_kubernetes_takes(
+    name: str, kits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLARE names a container after the kit, and Kubernetes takes no dots, underscores and capitals there."""
+    kit = kits / name
+    if not kit.is_dir():
+        raw = yaml.safe_load((ROOT / "provisioning" / "sites.yml").read_text())
+        site = {"name": name, "org": "clinic", "site": {"state": "/srv/clinic"}}
+        (tmp_path / "sites.yml").write_text(yaml.safe_dump(raw | {"sites": [site]}))
+        kit = provision(tmp_path / "sites.yml", tmp_path / "kits") / name
+    assert run(monkeypatch, "prepare", kit, "--runtime", CONTAINER / "kubernetes.yaml", "-o", tmp_path / "out") == 0
+    chart = tmp_path / "out/helm_chart"
+    values = yaml.safe_load((chart / "values.yaml").read_text())
+    assert re.fullmatch("[a-z]([-a-z0-9]{0,61}[a-z0-9])?", values["name"])
+    assert values["name"] == values["serviceName"]
+    assert values.get("siteName", name) == name
+    if HELM is None:
+        return
+    subprocess.run([HELM, "lint", "--strict", chart], check=True, capture_output=True)
+    words = [HELM, "template", "test", chart, "--namespace", "consilium"]
+    made = list(yaml.safe_load_all(subprocess.run(words, check=True, capture_output=True, text=True).stdout))
+    kinds = {one["kind"]: one for one in made}
+    assert kinds.keys() == {"ServiceAccount", "Role", "RoleBinding", "Service", "Deployment"}
+    assert {one["metadata"]["name"].removesuffix("-launcher") for one in made} == {values["name"]}
+    pod = kinds["Deployment"]["spec"]["template"]["spec"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["serviceAccountName"] == pod["containers"][0]["name"] == values["name"]
+    (subject,) = kinds["RoleBinding"]["subjects"]
+    components = {one["id"]: one.get("args") for one in read(tmp_path / "out/local/resources.json")["components"]}
+    assert components["k8s_launcher"]["namespace"] == subject["namespace"]
 
 
 def test_refused_settings_and_kits_are_one_line(

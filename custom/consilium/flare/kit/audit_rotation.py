@@ -31,7 +31,10 @@ LOOKS = (
     "_cert_login",
     "_logout",
 )
-"""Commands that only read, and the logins around them. A download counts as an action: it may be of results by a person."""
+"""Commands that only read, and the logins around them.
+
+A download counts as an action, because results leave the server. FLARE writes the same line if `consilium status` downloads.
+"""
 _EVENT = r"\[E:[^]]*\](?:\[R:[^]]*\])?\[T:[^]]*\]"
 _LOOK = re.compile(rf"{_EVENT}\[U:[^]]*\]\[A:({'|'.join(LOOKS)})[ \]]")
 """Matches the start of a reading command's line. Only the start counts: any command's arguments may contain these words."""

@@ -4,7 +4,8 @@ import os
 import socket
 import ssl
 from base64 import b64encode
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from http.client import HTTPConnection, HTTPException, InvalidURL
 from pathlib import Path
@@ -19,7 +20,7 @@ from consilium.core.errors import ConfigError
 from consilium.core.sanitize import count_with_noun
 from consilium.core.schema import fingerprint_digits
 from consilium.core.storage import read_json
-from consilium.flare.kit.connection_refusals import Cause
+from consilium.flare.kit.connection_refusals import Cause, cause_of
 from consilium.flare.kit.kit_contents import certificate_path, load_certificate, private_key_path, relay_of
 from consilium.privacy.secagg.certificates import fingerprint as key_fingerprint
 
@@ -36,6 +37,8 @@ OUT_OF_DATE = (9, 10)
 OTHER_ROOT = (18, 19, 20, 21)
 """OpenSSL's errors of a certificate that no known root has signed: X509_V_ERR_DEPTH_ZERO_SELF_SIGNED_CERT,
 _SELF_SIGNED_CERT_IN_CHAIN, _UNABLE_TO_GET_ISSUER_CERT_LOCALLY and _UNABLE_TO_VERIFY_LEAF_SIGNATURE."""
+NO_ALERT = "it ends the connection in the TLS handshake; by its clock the certificate may have ended, or not be valid yet"
+"""The message of a refusal without a TLS alert. gRPC sends none; FLARE's other transports do."""
 TIMEOUT = 5.0
 """Seconds to wait for the server."""
 
@@ -130,10 +133,37 @@ def _server_address_and_scheme(kit: Path) -> tuple[str, str]:
 
 def fetch_server_certificate(kit: Path) -> x509.Certificate:
     """Connect to the server and return its certificate. Raises OSError (ssl.SSLError is a kind of it)."""
+    with _connect(kit) as link:
+        return x509.load_der_x509_certificate(link.getpeercert(binary_form=True) or b"")
+
+
+def connection_refusal(kit: Path) -> tuple[Cause, str] | None:
+    """Return the cause and a message if TLS with the server fails because of a certificate; None otherwise.
+
+    Either no root of the kit has signed the server's certificate, or the server refuses the kit's certificate.
+    """
+    try:
+        with _connect(kit) as link:
+            if not link.recv(1):  # in TLS 1.3, the server's refusal comes after the client's part of the handshake
+                return Cause.UNKNOWN, NO_ALERT
+    except ssl.SSLCertVerificationError as error:
+        return (Cause.PROJECT, str(error)) if error.verify_code in OTHER_ROOT else None
+    except ssl.SSLError as error:
+        return (cause_of(str(error)), str(error)) if "ALERT" in (error.reason or "") else None
+    except (OSError, ConfigError):  # such as a server that does not run
+        return None
+    return None
+
+
+@contextmanager
+def _connect(kit: Path) -> Iterator[ssl.SSLSocket]:
+    """Connect to the server with TLS, through the proxy if there is one. Raises OSError."""
     (target, scheme), own, key = _server_address_and_scheme(kit), certificate_path(kit), private_key_path(kit)
     host, _, port = target.rpartition(":")
     context = ssl.create_default_context(cafile=kit / "startup" / "rootCA.pem")
     context.load_cert_chain(own, key)
+    if scheme == "grpc":
+        context.set_alpn_protocols(["h2"])  # gRPC ends a connection that does not offer it
     proxy = proxy_of(host) if scheme == "grpc" else ""
     if not proxy:
         plain = socket.create_connection((host, int(port)), timeout=TIMEOUT)
@@ -153,7 +183,7 @@ def fetch_server_certificate(kit: Path) -> x509.Certificate:
             raise OSError(f"the proxy's answer is none ({type(error).__name__})") from None
         plain = tunnel.sock
     with plain, context.wrap_socket(plain, server_hostname=host) as link:
-        return x509.load_der_x509_certificate(link.getpeercert(binary_form=True) or b"")
+        yield link
 
 
 def proxy_of(host: str) -> str:

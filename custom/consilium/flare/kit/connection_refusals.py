@@ -20,12 +20,14 @@ from nvflare.apis.fl_exception import FLCommunicationError
 from nvflare.apis.signal import Signal
 from nvflare.apis.utils.decomposers import flare_decomposers
 from nvflare.fuel.f3.cellnet.cell import Cell
+from nvflare.fuel.f3.cellnet.cell_cipher import InvalidCertChain
 from nvflare.fuel.f3.cellnet.fqcn import FQCN
 from nvflare.fuel.f3.drivers.driver_params import DriverParams
 from nvflare.private.defs import ClientType
 from nvflare.private.fed.authenticator import Authenticator
 from nvflare.private.fed.client.communicator import Communicator
 
+from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
 from consilium.core.storage import make_private_folder, read_json, write_json
 from consilium.federation.run_folders import STATE
@@ -75,6 +77,7 @@ _CAUSE_BY_TEXT = (
     ("is disabled", Cause.REFUSED),
     ("expired", Cause.ENDED),
     ("not yet valid", Cause.EARLY),
+    ("bad certificate", Cause.EARLY),  # OpenSSL's alert for a certificate that begins later by the server's clock
     ("does not match the current server task", Cause.PROJECT),
     ("unknown ca", Cause.PROJECT),
     ("certificate verify failed", Cause.PROJECT),
@@ -187,7 +190,7 @@ def try_registration(kit: Path) -> str | None:
     """Register with a site's kit. Return the server's message if it refuses the kit, None if it admits it.
 
     The site must not run, because the server drops an earlier login of the same name. Raises FLCommunicationError if the server
-    does not reply.
+    does not reply, and ConfigError if FLARE cannot use the kit's certificates.
     """
     startup = kit / "startup"
     raw = read_json(startup / "fed_client.json")
@@ -196,15 +199,18 @@ def try_registration(kit: Path) -> str | None:
     secrets = {DriverParams.CA_CERT.value: root, DriverParams.CLIENT_CERT.value: own, DriverParams.CLIENT_KEY.value: key}
     secrets[DriverParams.CONNECTION_SECURITY.value] = client.get("connection_security", "mtls")
     flare_decomposers.register()
-    cell = Cell(
-        fqcn=f"{client['fqsn']}.{uuid.uuid4()}",  # the server accepts names that begin with the site's
-        root_url=f"{server['service'].get('scheme', 'grpc')}://{server['service']['target']}",
-        secure=True,
-        credentials=secrets,
-        create_internal_listener=False,
-        parent_url=None,
-        auth_identity_map={FQCN.ROOT_SERVER: server["identity"]},
-    )
+    try:
+        cell = Cell(
+            fqcn=f"{client['fqsn']}.{uuid.uuid4()}",  # the server accepts names that begin with the site's
+            root_url=f"{server['service'].get('scheme', 'grpc')}://{server['service']['target']}",
+            secure=True,
+            credentials=secrets,
+            create_internal_listener=False,
+            parent_url=None,
+            auth_identity_map={FQCN.ROOT_SERVER: server["identity"]},
+        )
+    except InvalidCertChain as error:
+        raise ConfigError(f"{own}: FLARE cannot use it ({error}); restore startup/, or ask the hub for a new kit") from None
     authenticator = Authenticator(
         cell=cell,
         project_name=server["name"],

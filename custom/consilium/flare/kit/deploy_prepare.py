@@ -2,7 +2,8 @@
 
 FLARE 2.9 prepares local/resources.json.default and removes the resources.json of our kits. The prepared kit would then allow
 FLARE's 88 classes instead of ours, and send its logs to the server. FLARE also writes connection settings to a file that the
-kit's own comm_config.json overrides. This module corrects both.
+kit's own comm_config.json overrides. In the Helm chart, FLARE names containers after the kit. Kubernetes refuses such a name if
+it has dots, as a server's has. This module corrects all three.
 """
 
 import io
@@ -14,6 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
 
+import yaml
 from nvflare.tool.deploy.deploy_commands import prepare_deployment
 
 from consilium.config.site import load_site
@@ -26,7 +28,7 @@ from consilium.flare.kit.kit_contents import LOCKED, RUN_FILES, kit_name, kit_ro
 from consilium.flare.kit.kit_hardening import COMM, RESOURCES, shadows_job_settings
 from consilium.flare.kit.processes import check_stopped
 
-DEFAULT = f"{RESOURCES}.default"
+DEFAULT, CHART_VALUES = f"{RESOURCES}.default", Path("helm_chart", "values.yaml")
 FOLDERS, FILES = ("startup", "local"), (COMM, RESOURCES, "readme.txt")
 """Everything that `consilium provision` writes into a kit, except the empty folder `transfer`, which start.sh creates."""
 LOCAL = (
@@ -75,6 +77,9 @@ def prepare(kit: Path, settings: Path, output: Path) -> Path:
     for name in (RESOURCES, COMM):  # as kit_hardening.shadow_job_settings does
         (output / name).symlink_to(Path("local") / name)
         (output / "local" / name).chmod(0o600)
+    if (chart := output / CHART_VALUES).is_file():
+        values = read_yaml(chart)
+        chart.write_text(yaml.safe_dump(values | {"name": values["serviceName"]}, sort_keys=False), encoding="utf-8")
     return output
 
 

@@ -31,12 +31,15 @@ from consilium.flare import patches
 from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter
 from consilium.flare.kit import connection_refusals
 from consilium.flare.kit.certificates import (
+    connection_refusal,
     examine_own_certificate,
     examine_root,
     examine_server_connection,
     root_fingerprint_text,
     server_address,
 )
+from consilium.flare.kit.connection_refusals import Cause
+from consilium.flare.kit.heartbeat_client import why_certificate_invalid
 from consilium.flare.kit.heartbeat_server import read_attendance
 from consilium.flare.kit.key_lock import unlocked_key_files
 from consilium.flare.kit.kit_contents import (
@@ -93,7 +96,9 @@ def examine(kit: Path, job: Path | None = None) -> list[Finding]:
             findings += _examine_site(kit)
         if role != "server":
             findings.append(server := run_check("server", lambda: _examine_server(kit)))
-            if role == "site" and server.ok and has_private_key(kit):
+            # in an old kit the root has ended too, so the finding about the server is a problem
+            known = server.ok or why_certificate_invalid(kit / "startup" / "client.crt")[1] is not None
+            if role == "site" and known and has_private_key(kit):
                 findings.append(run_check("admission", lambda: _examine_admission(kit)))
     if job is not None:
         findings.append(run_check("memory", lambda: examine_memory(job, load_site(file) if file.is_file() else SiteConfig())))
@@ -171,13 +176,16 @@ def _examine_admission(kit: Path) -> Finding | str:
     running = processes(kit)
     cause, said = connection_refusals.noted_cause(kit), "as the running site found"
     if not running:
-        if relay_of(kit):
-            return "not asked through a relay; start the site, and its log says so"
-        try:
-            refusal = connection_refusals.try_registration(kit)
-        except FLCommunicationError as error:
-            return Finding("admission", f"the server does not answer a registration ({error})", advice="try again in a minute")
-        cause, said = (None, "") if refusal is None else (connection_refusals.cause_of(refusal), refusal)
+        wrong, cause = why_certificate_invalid(kit / "startup" / "client.crt")  # FLARE would not connect
+        said = f"it {wrong.partition(': ')[0]}"
+        if cause is None:
+            if relay_of(kit):
+                return "not asked through a relay; start the site, and its log says so"
+            try:
+                cause, said = _try_registration(kit)
+            except FLCommunicationError as error:
+                advice = "try again in a minute"
+                return Finding("admission", f"the server does not answer a registration ({error})", advice=advice)
         connection_refusals.note_cause(kit, cause)
     if cause is not None:
         return Finding("admission", f"the server does not let this site in: {cause}: {cause.text} ({said})", cause.remedy)
@@ -192,6 +200,20 @@ def _examine_admission(kit: Path) -> Finding | str:
     raise ConfigError(
         f"the server has answered no heartbeat {since}; its log says why; if another copy of this kit runs, stop one"
     )
+
+
+def _try_registration(kit: Path) -> tuple[Cause | None, str]:
+    """Register with a site's kit. Return why the server refuses it, and the message; (None, "") if the server admits it.
+
+    Raises FLCommunicationError if the server does not reply.
+    """
+    try:
+        refusal = connection_refusals.try_registration(kit)
+    except FLCommunicationError:
+        if (found := connection_refusal(kit)) is None:
+            raise
+        return found
+    return (None, "") if refusal is None else (connection_refusals.cause_of(refusal), refusal)
 
 
 def _examine_signature(kit: Path) -> str:

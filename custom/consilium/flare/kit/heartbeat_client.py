@@ -5,7 +5,6 @@ The component runs in the kit's own process, which lives for months beside the p
 
 import logging
 import shutil
-import ssl
 import subprocess
 import sys
 import threading
@@ -37,7 +36,7 @@ from consilium.data.text import read_site_list
 from consilium.federation.compatibility import libraries
 from consilium.federation.run_folders import RUNS, STATE
 from consilium.flare import patches
-from consilium.flare.kit.certificates import OTHER_ROOT, fetch_server_certificate
+from consilium.flare.kit.certificates import connection_refusal
 from consilium.flare.kit.connection_refusals import (
     Cause,
     HeartbeatFilter,
@@ -108,24 +107,29 @@ def await_engine(beat: Callable[..., None], client: FederatedClientBase, *rest: 
 
 
 def register(registration: Callable[..., tuple[Any, ...]], *given: Any) -> tuple[Any, ...]:
-    """Register a site as `await_admission` does. Beside it, find out whether the server is of another project.
+    """Register a site as `await_admission` does. Meanwhile check every minute whether TLS with the server fails.
 
-    Then no connection is made and the server sends no cause, so FLARE 2.9 tries again without one.
+    Then the server sends no cause, and FLARE 2.9 tries again without one.
     """
-    threading.Thread(target=note_other_project, args=(Path.cwd(),), daemon=True).start()
-    return await_admission(registration, *given)
-
-
-def note_other_project(kit: Path) -> None:
-    """Log and note the cause if no root of the kit has signed the server's certificate."""
+    registered = threading.Event()
+    threading.Thread(target=_watch_connection, args=(Path.cwd(), registered), daemon=True).start()
     try:
-        fetch_server_certificate(kit)
-    except ssl.SSLCertVerificationError as error:
-        if error.verify_code in OTHER_ROOT:
-            note_cause(kit, Cause.PROJECT)
-            logging.getLogger(__name__).error(refusal_line(Cause.PROJECT, str(error)))
-    except (OSError, ConfigError):  # such as a server that does not run yet
-        pass
+        return await_admission(registration, *given)
+    finally:
+        registered.set()
+
+
+def _watch_connection(kit: Path, registered: threading.Event) -> None:
+    while not registered.is_set():
+        note_connection_refusal(kit)
+        registered.wait(RETRY)
+
+
+def note_connection_refusal(kit: Path) -> None:
+    """Log and note the cause if TLS with the server fails because of a certificate."""
+    if (found := connection_refusal(kit)) is not None:
+        note_cause(kit, found[0])
+        logging.getLogger(__name__).error(refusal_line(*found))
 
 
 class AttendanceReport(FLComponent):
@@ -146,23 +150,29 @@ class AttendanceReport(FLComponent):
         """Put the facts into the context that FLARE sends with a heartbeat.
 
         After a heartbeat, log an error, at most once a minute, if the kit's certificate is not valid. If the server does not
-        reply either, note the certificate as the cause.
+        reply either, note the certificate as the cause. If only the server does not reply, check whether TLS with it fails.
         """
         if event_type == EventType.BEFORE_CLIENT_HEARTBEAT:
             if self._health is None:  # the first heartbeat; a job's process sends none
                 self._health = HealthReport(self._kit)
                 cell = fl_ctx.get_engine().get_cell().core_cell
                 cell.add_incoming_reply_filter(CellChannel.SERVER_MAIN, CellChannelTopic.HEART_BEAT, self._note_reply)
-            ends = None
+            facts = own_facts(health=self._health.facts)
             with suppress(OSError, ValueError):  # the certificate is being replaced by a renewed one
-                ends = load_crt(self._kit / "startup" / "client.crt").not_valid_after_utc.timestamp()
-            fl_ctx.set_prop(KEY, own_facts(ends, self._health.facts), private=False, sticky=False)
+                own = load_crt(self._kit / "startup" / "client.crt")
+                facts["certificate_starts"] = own.not_valid_before_utc.timestamp()
+                facts["certificate_ends"] = own.not_valid_after_utc.timestamp()
+            fl_ctx.set_prop(KEY, facts, private=False, sticky=False)
         elif event_type == EventType.AFTER_CLIENT_HEARTBEAT:
             # A connection outlives its certificate, so the site stays connected until the connection breaks.
             wrong, cause = why_certificate_invalid(self._kit / "startup" / "client.crt")
-            if wrong and (now := time.monotonic()) - self._said >= RETRY:
+            away = (now := time.monotonic()) - self._answered > SILENCE
+            if (wrong or away) and now - self._said >= RETRY:
                 self._said = now
-                if (away := now - self._answered > SILENCE) and cause:
+                if not wrong:  # the server's clock may differ
+                    threading.Thread(target=note_connection_refusal, args=(self._kit,), daemon=True).start()
+                    return
+                if away and cause:
                     note_cause(self._kit, cause)
                 left = "the server does not answer" if away else "it stays until the connection breaks"
                 logging.getLogger(__name__).error(f"the kit's certificate {wrong}; {left}")

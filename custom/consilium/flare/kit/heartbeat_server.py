@@ -5,6 +5,7 @@ puts the facts into FLARE's heartbeats. No job needs to run.
 """
 
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -61,7 +62,8 @@ class Attendance(FLComponent):
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """At the start, read the list from attendance.json.
 
-        At each heartbeat or attempt to register, but at most every ten seconds, write it.
+        At each heartbeat or attempt to register, but at most every ten seconds, write it. Write it also while no site connects,
+        such as after all their certificates have ended.
         """
         if event_type == EventType.SYSTEM_BOOTSTRAP:
             self._kit = Path(fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT).get_root_dir())
@@ -79,12 +81,24 @@ class Attendance(FLComponent):
         # a refused site sends no heartbeat, but it tries to register
         elif event_type in (EventType.CLIENT_HEARTBEAT_PROCESSED, EventType.CLIENT_REGISTER_RECEIVED):
             self._engine = fl_ctx.get_engine()
-            if self._kit and time.monotonic() - self._written >= EVERY:
-                self._written, path = time.monotonic(), self._kit / STATE / ATTENDANCE
-                try:
-                    write_json(path, self._status_facts() | {"latest": self._latest})
-                except OSError as error:  # FLARE would log a traceback every ten seconds
-                    self.logger.warning(f"{path}: cannot be written ({error.strerror}); make room")
+            self._write()
+        elif event_type == EventType.SYSTEM_START:  # not in jobs' processes
+            self._engine = fl_ctx.get_engine()
+            threading.Thread(target=self._write_regularly, name="attendance", daemon=True).start()
+
+    def _write_regularly(self) -> None:
+        while True:
+            time.sleep(EVERY)  # the first heartbeat may write at once
+            self._write()
+
+    def _write(self) -> None:
+        """Write the list to attendance.json, unless that was done less than ten seconds ago."""
+        if self._kit and time.monotonic() - self._written >= EVERY:
+            self._written, path = time.monotonic(), self._kit / STATE / ATTENDANCE
+            try:
+                write_json(path, self._status_facts() | {"latest": self._latest})
+            except OSError as error:  # FLARE would log a traceback every ten seconds
+                self.logger.warning(f"{path}: cannot be written ({error.strerror}); make room")
 
     def _record_heartbeat(self, beat: Callable[..., bool], manager: ClientManager, token: str, name: str, *rest: Any) -> bool:
         """Store a site's facts after FLARE has accepted its heartbeat. Then FLARE has verified the site's name."""
@@ -116,13 +130,16 @@ class Attendance(FLComponent):
             for job_id, process in list(self._engine.run_processes.items()):
                 for client in process[RunProcessKey.PARTICIPANTS].values():
                     jobs.setdefault(client.name, []).append(job_id)
-        sites = {n: facts | {"here": n in here, "jobs": jobs.get(n, [])} for n, facts in sorted(self._sites.items())}
-        # Why the server would refuse sites that are not connected, as far as it knows: a certificate's expiry is known from a
+        known = dict(self._sites)  # heartbeats of other threads change it
+        sites = {n: facts | {"here": n in here, "jobs": jobs.get(n, [])} for n, facts in sorted(known.items())}
+        # Why the server would refuse sites that are not connected, as far as it knows: a certificate's times are known from a
         # heartbeat only. A site whose connection fails before the registration, as with a kit of another project, has no name.
-        causes = {n: Cause.ENDED for n, one in self._sites.items() if one.get("certificate_ends", math.inf) < time.time()}
+        now = time.time()
+        causes = {n: Cause.ENDED for n, one in known.items() if one.get("certificate_ends", math.inf) < now}
+        causes |= {n: Cause.EARLY for n, one in known.items() if one.get("certificate_starts", 0.0) > now}
         with suppress(ConfigError):  # a damaged revocation list is reported by the doctor
             revoked = revocation.revoked_until(self._kit / "local") if self._kit else {}
-            late = {n: self._sites.get(n, {}).get("last_seen", 0.0) for n in revoked if PERSON not in n}
+            late = {n: known.get(n, {}).get("last_seen", 0.0) for n in revoked if PERSON not in n}
             causes |= {n: Cause.REVOKED for n, seen in late.items() if seen <= revoked[n]}  # a later one is of a newer kit
         for name, cause in (causes | dict.fromkeys(disabled, Cause.REFUSED)).items():
             if name not in here:
@@ -134,6 +151,7 @@ SENT: dict[str, Callable[[Any], bool]] = {
     "version": is_version,
     "protocol": lambda value: type(value) is int and 0 <= value < 10**6,
     "libraries": are_libraries,
+    "certificate_starts": is_time,
     "certificate_ends": is_time,
     "health": lambda value: type(value) is dict and valid_facts(value, HEALTH) == value,
     "clock": is_time,

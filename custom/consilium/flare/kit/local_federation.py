@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,9 @@ class LocalFederation:
         bundles: Collection[str] = (),
         make: Callable[[Path, Path], Path] = provision,
     ) -> None:
-        self.folder, self.sites, self.port = make_private_folder(folder.resolve()), list(sites), processes.free_port()
+        self.folder, self.sites, reserved = make_private_folder(folder.resolve()), list(sites), processes.reserve_port()
+        self.port = int(reserved.getsockname()[1])
+        weakref.finalize(self, reserved.close)  # no other program can take the port before the server starts
         self.file, state = self.folder / "sites.yml", make_private_folder(self.folder / "server-state")
         server = {"name": SERVER, "org": "hub", "port": self.port, "hosts": ["127.0.0.1"], "bundles": "server" in bundles}
         entries = [

@@ -109,6 +109,16 @@ def is_word(path: str) -> bool:
 
 def free_port() -> int:
     """Return the number of a TCP port on this machine that is free now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
+    with reserve_port() as found:
         return int(found.getsockname()[1])
+
+
+def reserve_port() -> socket.socket:
+    """Return a socket that reserves a free TCP port of this machine while it is open.
+
+    Other programs cannot use the port, except gRPC servers of this user, which set SO_REUSEPORT too. FLARE's server is one.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held.bind(("127.0.0.1", 0))  # it does not listen, so it gets no connections
+    return held
