@@ -14,7 +14,7 @@ from consilium.adapters.kinds import LORA, LoraConfig
 from consilium.config.job import JobConfig
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.federation.job_assembly import assemble_job
-from consilium.federation.job_checks import name_base_changes
+from consilium.federation.job_consistency import name_base_changes
 from consilium.federation.saved_model import convert_changes_to_parameters
 from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.clip import CLIP

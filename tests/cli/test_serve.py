@@ -38,7 +38,7 @@ from consilium.federation.job_assembly import assemble_job
 from consilium.federation.run_folders import STATE
 from consilium.flare.job.recipe import export_simulation_job
 from consilium.flare.kit import key_lock
-from consilium.flare.kit.certificates import root_fingerprint
+from consilium.flare.kit.certificates import root_key_fingerprint
 from consilium.flare.kit.evidence_archive import verify
 from consilium.flare.kit.processes import free_port
 from consilium.flare.kit.provision import provision
@@ -299,7 +299,7 @@ def test_large_record_is_not_shown_as_altered(
     assert 'href="evidence/secret"' in page
     with kit_pages.open_evidence(kit, "secret") as archive:
         (tmp_path / "it.zip").write_bytes(archive.read())
-    assert verify(tmp_path / "it.zip", root_fingerprint(kit))["record"] is None
+    assert verify(tmp_path / "it.zip", root_key_fingerprint(kit))["record"] is None
     assert run(monkeypatch, "audit", kit) == 0
     assert "runs/secret/" in capsys.readouterr().out
     with contextlib.closing(sqlite3.connect(find_site_records(kit).ledger)) as db, db:
@@ -376,7 +376,7 @@ def test_evidence_is_the_commands_archive(kits: Path, site: Browser, tmp_path: P
     assert (status, headers["content-type"]) == (200, "application/zip")
     assert headers["content-disposition"] == "attachment; filename*=UTF-8''secret.evidence.zip"
     (tmp_path / "it.zip").write_bytes(body)
-    found = verify(tmp_path / "it.zip", root_fingerprint(kits / "other"))
+    found = verify(tmp_path / "it.zip", root_key_fingerprint(kits / "other"))
     assert (found["site"], found["experiment"], found["record"], found["ledger"]) == ("clinic", "secret", None, None)
     assert found["rows"] == 2
 

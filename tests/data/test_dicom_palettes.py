@@ -177,7 +177,7 @@ def test_a_decoder_that_fails_is_followed_by_the_next(tmp_path: Path) -> None:
         return patch.object(JPEG2000LosslessDecoder, "as_array", decode)
 
     for plugin in ("pillow", "gdcm"):
-        volumes.forget()
+        volumes.drop_caches()
         with fail(plugin):
             assert np.array_equal(volumes.voxels(path), wanted)
     assert asked == ["pillow", "gdcm", "pillow", "gdcm", "pillow", "pillow"]

@@ -140,7 +140,7 @@ def planes(tmp_path: Path) -> DataList:
             nibabel.save(nibabel.Nifti1Image(array, np.diag([1, 1, 2, 1])), tmp_path / f"{name}{kind}.nii.gz")
         entries.append({"image": f"{name}i.nii.gz", "label": f"{name}m.nii.gz"})
     (tmp_path / "d.json").write_text(json.dumps({"training": entries}))
-    volumes.forget()
+    volumes.drop_caches()
     return expand(read_datalist(tmp_path / "d.json"))
 
 
@@ -150,14 +150,14 @@ def test_a_volume_is_unpacked_once_whatever_the_order(
 ) -> None:
     order = np.random.RandomState(0).permutation(18).tolist()
     expected = task(planes).batch(order, 3)
-    volumes.forget()
+    volumes.drop_caches()
     unpacked: list[str] = []
     real = nifti.voxels
     monkeypatch.setattr(nifti, "voxels", lambda path: unpacked.append(path.name) or real(path))
     made = task(planes, folder=tmp_path / "state", most=10**9, workers=workers)
     assert sorted(unpacked) == ["am.nii.gz", "bm.nii.gz", "cm.nii.gz"]  # a look at the labels
     unpacked.clear()
-    volumes.forget()
+    volumes.drop_caches()
     found = made.batch(order, 3)
     assert all(torch.equal(found[key].nan_to_num(), expected[key].nan_to_num()) for key in expected)
     assert sorted(unpacked) == sorted(f"{name}{kind}.nii.gz" for name in "abc" for kind in "im")

@@ -18,7 +18,7 @@ from consilium.flare.kit import connection_refusals
 from consilium.flare.kit.connection_refusals import Cause
 from consilium.flare.kit.doctor import examine
 from consilium.flare.kit.heartbeat_server import read_attendance
-from consilium.flare.kit.kit_contents import certificate_path
+from consilium.flare.kit.kit_reader import certificate_path
 from consilium.flare.kit.renewal import renew, update_kit
 from consilium.flare.kit.revocation import revoke
 from consilium.flare.kit.revocation_check import READMITTED

@@ -7,7 +7,7 @@ import pytest
 from consilium.config.job import JobConfig, load_job
 from consilium.estimates.communication import Cost, bottleneck_counts, compare, run_bytes
 from consilium.federation.job_assembly import assemble_job
-from consilium.federation.job_checks import describe_trained_tensors
+from consilium.federation.job_consistency import describe_trained_tensors
 from consilium.strategies.unequal_ranks import shapes
 from tests.conftest import JOBS, small_cells, small_config
 

@@ -81,7 +81,7 @@ def test_generated_hospitals_are_the_same_each_time(tmp_path: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_kept() -> None:
-    volumes.forget()
+    volumes.drop_caches()
 
 
 def test_a_job_may_bring_dicom_hospitals_along(tmp_path: Path) -> None:

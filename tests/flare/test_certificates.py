@@ -44,7 +44,7 @@ from consilium.flare.kit.certificates import (
     expiry_warnings,
 )
 from consilium.flare.kit.connection_refusals import Cause, note_cause, noted_cause
-from consilium.flare.kit.kit_contents import certificate_path
+from consilium.flare.kit.kit_reader import certificate_path
 from consilium.flare.kit.local_folder import update_local
 from consilium.flare.kit.provision import provision
 from consilium.flare.kit.renewal import OLD, renew, update_kit

@@ -42,4 +42,4 @@ def test_dicom_is_scored_by_patient(flare: Runner, tmp_path: Path) -> None:
 def _nothing_kept() -> None:
     from consilium.data import volumes
 
-    volumes.forget()
+    volumes.drop_caches()

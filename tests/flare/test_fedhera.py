@@ -37,7 +37,7 @@ def test_tiers_get_payloads_of_their_ranks(flare: Runner, tmp_path: Path) -> Non
     reference = simulate(job, {name: SiteConfig() for name in SITES}, tmp_path / "inprocess", lambda event: None)
     check_equal(workspace, tmp_path / "inprocess")
 
-    assert sorted(job.strategy.site_tier(name).train for name in SITES) == [1, 2, 4]
+    assert sorted(job.strategy.draw_tier(name).train for name in SITES) == [1, 2, 4]
     trained, received = {}, {}
     for name in SITES:
         sent = job.strategy.payload(reference.state, SiteInfo(name, 1, joined=True)).tensors
@@ -48,7 +48,7 @@ def test_tiers_get_payloads_of_their_ranks(flare: Runner, tmp_path: Path) -> Non
         assert "lora_A" in said
         assert "tail_A" not in said
         assert "tail_A" in got
-    order = sorted(SITES, key=lambda name: job.strategy.site_tier(name).train)
+    order = sorted(SITES, key=lambda name: job.strategy.draw_tier(name).train)
     assert trained[order[0]] < trained[order[1]] < trained[order[2]]
     assert received[order[0]] < received[order[1]] < received[order[2]]
     assert (workspace / "diagnostics.png").is_file()

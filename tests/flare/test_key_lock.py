@@ -20,8 +20,8 @@ from consilium.core.errors import ConfigError
 from consilium.flare.kit import key_lock
 from consilium.flare.kit.certificates import check_certificate_time
 from consilium.flare.kit.doctor import examine
-from consilium.flare.kit.kit_contents import LOCKED, has_private_key
 from consilium.flare.kit.kit_hardening import is_as_signed
+from consilium.flare.kit.kit_reader import LOCKED, has_private_key
 from consilium.flare.kit.renewal import renew, update_kit
 from tests.conftest import run
 

@@ -19,7 +19,7 @@ from nvflare.lighter.provisioner import Provisioner
 from consilium.config.deployment import load_deployment
 from consilium.core.errors import ConfigError
 from consilium.flare.kit import deploy_prepare, key_lock, processes
-from consilium.flare.kit.kit_contents import LOCKED
+from consilium.flare.kit.kit_reader import LOCKED
 from consilium.flare.kit.local_folder import apply_local, update_local
 from consilium.flare.kit.provision import project_of, provision
 from consilium.flare.kit.renewal import renew, update_kit

@@ -19,8 +19,7 @@ from consilium.cli.main import COMMANDS
 from consilium.config.deployment import load_deployment
 from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, ConsiliumError
-from consilium.flare.kit.certificates import root_fingerprint_text
-from consilium.flare.kit.kit_contents import kit_name
+from consilium.flare.kit.certificates import root_certificate_fingerprint
 from consilium.flare.kit.kit_hardening import (
     CLASSES,
     CONNECTED,
@@ -30,6 +29,7 @@ from consilium.flare.kit.kit_hardening import (
     shadows_job_settings,
     unsafe_scripts,
 )
+from consilium.flare.kit.kit_reader import kit_name
 from consilium.flare.kit.local_folder import apply_local, update_local
 from consilium.flare.kit.provision import project_of, provision
 from tests.conftest import run
@@ -120,7 +120,7 @@ def test_kits_are_private_and_the_fingerprint_is_printed(
         root = x509.load_pem_x509_certificate((kit / "startup/rootCA.pem").read_bytes())
         number = root.fingerprint(hashes.SHA256()).hex()
         assert number in printed.splitlines()
-        assert number in root_fingerprint_text(kit)
+        assert number in root_certificate_fingerprint(kit)
     assert run(monkeypatch, "provision", EXAMPLE, "-o", tmp_path, "--only", "hospital-a") == 0
     assert "All other kits stay as they are; a running server takes the new ones" in capsys.readouterr().out
 

@@ -16,7 +16,7 @@ from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
 from consilium.core.schema import validate
-from consilium.federation.job_checks import decoder_rule
+from consilium.federation.job_consistency import decoder_rule
 from consilium.models.registry import MODELS
 from consilium.strategies.registry import STRATEGIES
 from consilium.strategies.unequal_ranks import UnequalRanks

@@ -239,7 +239,7 @@ def test_results_page_and_record_of_a_seeded_run_say_that_it_is_not_private(priv
     assert told in (folder / "adapters/global/README.md").read_text()
     assert "NOT PRIVATE" in markdown(read_with_epsilon(next((folder / "sites/site-1").rglob(FILE))))
     plan = make_plan(private_config(noise_multiplier=1.0), FedIT(), 8)
-    summary = plan.with_seeded(["site-2", "site-1"]).summary()
+    summary = plan.with_seeded_noise(["site-2", "site-1"]).summary()
     assert told in summary["claim"]
     assert summary["not_private"] == ["site-1", "site-2"]
     assert "not_private" not in plan.summary()

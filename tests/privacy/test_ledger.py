@@ -70,9 +70,9 @@ def test_a_plan_is_checked_with_what_it_has_spent_already_counted_once(tmp_path:
     ledger = Ledger(tmp_path / "l")
     plan = [replace(ONE, round=round) for round in range(AFFORDABLE)]
     ledger.spend(plan[0], BUDGET)
-    ledger.check(plan, BUDGET)
+    ledger.check_budget(plan, BUDGET)
     with pytest.raises(RefusedError, match="privacy budget"):
-        ledger.check([*plan, replace(ONE, round=AFFORDABLE)], BUDGET)
+        ledger.check_budget([*plan, replace(ONE, round=AFFORDABLE)], BUDGET)
     assert len(ledger.entries()) == 1
 
 
@@ -214,7 +214,10 @@ def test_both_units_together_cost_a_record_what_both_cost_it(tmp_path: Path) -> 
 def test_a_known_release_on_other_terms_is_refused(unit: str, change: dict, tmp_path: Path) -> None:
     ledger, one = Ledger(tmp_path / "l"), replace(ONE, unit=unit)
     ledger.spend(one, {})
-    for refused in (lambda: ledger.spend(replace(one, **change), {}), lambda: ledger.check([replace(one, **change)], {})):
+    for refused in (
+        lambda: ledger.spend(replace(one, **change), {}),
+        lambda: ledger.check_budget([replace(one, **change)], {}),
+    ):
         with pytest.raises(RefusedError, match="other noise, clip or data"):
             refused()
     ledger.spend(replace(one, count=0, digest="aa"), {})
@@ -237,7 +240,7 @@ def test_a_file_that_a_kill_left_empty_is_a_ledger_without_rows(tmp_path: Path) 
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.path.touch()
     assert (ledger.entries(), ledger.seal()) == ([], "")
-    ledger.check([ONE], {})
+    ledger.check_budget([ONE], {})
     ledger.spend(ONE, {})
     assert len(Ledger(ledger.path).entries()) == 1
 

@@ -263,7 +263,7 @@ def test_budgets_for_patients_are_kept(tmp_path: Path) -> None:
     ledger, budgets = Ledger(tmp_path / "l"), {"patient": BudgetConfig(epsilon=0.4, delta=1e-5)}
     ledger.spend(ROW, budgets)
     with pytest.raises(RefusedError, match=r"one patient.*'ward-7'.* epsilon 0\.\d+ of 0\.4"):
-        ledger.check([replace(ROW, round=n) for n in range(1, 9)], budgets)
+        ledger.check_budget([replace(ROW, round=n) for n in range(1, 9)], budgets)
     with pytest.raises(RefusedError, match=r"one patient .* inf.*record level"):
         ledger.spend(replace(ROW, unit="record", run="other"), budgets)
 

@@ -176,10 +176,10 @@ def test_the_paper_s_calibration_is_named_wherever_its_epsilon_is() -> None:
     assert found.summary()["calibration"] == "paper"
     assert any("calibration paper" in one for one in found.warnings(100, 12))
     assert plan(SITE).summary()["calibration"] == "honest"
-    found.check_count(range(36))
+    found.check_tensor_count(range(36))
     with pytest.raises(RefusedError, match="37 tensors where the plan counts 36"):
-        found.check_count(range(37))
-    plan(SITE).check_count(range(37))  # clipped jointly
+        found.check_tensor_count(range(37))
+    plan(SITE).check_tensor_count(range(37))  # clipped jointly
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,17 @@ def test_a_round_that_did_not_validate_all_sites_is_no_point_of_a_curve(tmp_path
     assert (list(drawn.get_xdata()), list(drawn.get_ydata())) == ([0, 2], [0.5, 0.5])  # type: ignore[arg-type]
 
 
+def test_pooled_data_hide_no_curve_of_the_others(tmp_path: Path) -> None:
+    """They are validated as one site, which no other run has."""
+    folders = made(tmp_path, {"fedit": [[0.5, 0.7]], "centralized": [[0.6, 0.6]]})
+    lines = [result("centralized", round, 0.9) for round in range(3)]
+    (folders[1] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = drawing(curves(accuracy(*folders)))
+    (axis,) = found.figure.axes
+    assert [line.get_label() for line in axis.lines] == ["fedit"]
+    assert "Pooled data have no curve" in found.caption
+
+
 def test_no_two_of_96_methods_look_alike() -> None:
     assert len({(one["color"], one["marker"]) for one in map(style, range(96))}) == 96
 
@@ -227,4 +238,4 @@ def test_a_score_of_the_final_evaluation_only_has_no_curves_and_the_setting_is_n
     change(folder, "s", test__global__f1=0.4)
     why = curves(scores_of(group_of(folder), Stage.GLOBAL, "f1"))
     assert isinstance(why, str)
-    assert why.endswith("training.validate.full: true validates every score")
+    assert why.endswith("training.validate.full: true for scores that only the final evaluation computes")

@@ -119,7 +119,7 @@ def test_what_is_no_number_has_no_mean(wrong: str, tmp_path: Path) -> None:
         file.write(f'{{"event": "diagnostics", "round": 0, "phase": 0, "values": {{"drift": {wrong}, "other": 1}}}}\n')
     (folders[1] / "results.json").write_text((folders[1] / "results.json").read_text().replace("0.5", wrong))
     runs = read(*folders)
-    assert (runs[0].bytes, runs[0].seconds, runs[0].diagnostics) == (None, None, {(0, 0): {"other": 1.0}})
+    assert (runs[0].bytes, runs[0].training_seconds, runs[0].diagnostics) == (None, None, {(0, 0): {"other": 1.0}})
     assert list(cost_table(group_of(*folders)).rows[0])[6:8] == ["0.00*", "12.0*"]
     assert accuracy(*folders).means("fedit") == [0.5]
 
@@ -259,7 +259,7 @@ def test_what_was_printed_of_sites_not_asked_to_train_stands_beside_theirs(tmp_p
 
 
 def test_pooled_data_are_no_other_set_of_parameters(tmp_path: Path) -> None:
-    said = "the methods do not all train the same set of parameters"
+    said = "the methods do not all train the same parameters, as the numbers show"
     folders = made(tmp_path, {"fedit": [[0.5]], "centralized": [[0.6]]})
     sheet = cost_table(group_of(*folders))
     assert [row[1].partition(", ")[2].endswith("pooled data") for row in sheet.rows] == [False, True]

@@ -51,7 +51,14 @@ def test_a_torn_line_is_no_damage(tmp_path: Path) -> None:
 
 def test_a_run_is_read_with_what_it_cost(tmp_path: Path) -> None:
     one = read_finished_run(make(tmp_path / "a", {"s0": 0.5, "s1": 0.7}))
-    assert (one.seed, one.split, one.metric, one.bytes, one.seconds, one.epsilon) == (0, "test", "accuracy", 900.0, 12.0, None)
+    assert (one.seed, one.split, one.metric, one.bytes, one.training_seconds, one.epsilon) == (
+        0,
+        "test",
+        "accuracy",
+        900.0,
+        12.0,
+        None,
+    )
     assert one.validation_curves(Stage.GLOBAL)["s1"][2] == pytest.approx(0.2)
     assert one.sites == {"s0", "s1"}
 
@@ -86,10 +93,10 @@ def test_a_record_without_all_rounds_or_of_a_site_that_keeps_its_metrics_has_no_
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join(lines[:-4]))  # the last two rounds' results
     run = read_finished_run(folder)
-    assert (run.bytes, run.seconds) == (None, None)
+    assert (run.bytes, run.training_seconds) == (None, None)
     (folder / "metrics.jsonl").write_text("".join(lines).replace('"train/seconds"', '"test/n"', 1))
     run = read_finished_run(folder)
-    assert (run.bytes, run.seconds) == (900.0, None)
+    assert (run.bytes, run.training_seconds) == (900.0, None)
 
 
 def test_a_kept_decoder_counts_among_the_parameters_that_a_run_has_recorded(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_the_round_starts_alike_and_smaller_ranks_are_prefixes() -> None:
     state = strategy.initialize(start)
     for name in SITES:
         sent = strategy.payload(state, SiteInfo(name, 1))
-        tier = strategy.site_tier(name)
+        tier = strategy.draw_tier(name)
         assert sizes(sent) == {layer: (tier.train, 0) for layer in LAYERS}  # no tail while there is no update
         for layer in LAYERS:
             b, a = factors(sent.tensors, layer)
@@ -95,7 +95,7 @@ def test_ranks_stay_within_budgets_and_add_up_to_the_truncated_update(allocation
     state = play(strategy, play(strategy, strategy.initialize(initial()), SITES), SITES[:5])
     total = sum(map(sum, LAYERS.values()))
     for name in SITES:
-        site, tier = SiteInfo(name, 1), strategy.site_tier(name)
+        site, tier = SiteInfo(name, 1), strategy.draw_tier(name)
         sent = strategy.payload(state, site)
         ranks = sizes(sent)
         assert strategy.download_numbers(sent, site) == tier.download * 30
@@ -270,8 +270,8 @@ def test_a_tier_that_trains_nothing_takes_part_without_a_say(aggregation: str, s
         aggregation=aggregation,
         score=score,
     )
-    idle = next(n for n in SITES if strategy.site_tier(n).train == 0)
-    busy = next(n for n in SITES if strategy.site_tier(n).train == 2)
+    idle = next(n for n in SITES if strategy.draw_tier(n).train == 0)
+    busy = next(n for n in SITES if strategy.draw_tier(n).train == 2)
     state = play(strategy, strategy.initialize(initial()), SITES)
     results = gathered(strategy, state, [busy, idle])
     assert all(len(results[idle].update.tensors[f"{layer}.lora_A"]) == 0 for layer in LAYERS)

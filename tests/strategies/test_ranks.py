@@ -25,10 +25,10 @@ UNEQUAL = [cls() for cls in STRATEGIES.values() if cls().traits.ranks_differ]
 @pytest.mark.parametrize(("profile", "expected"), [("uniform", (1 / 3, 1 / 3, 1 / 3)), ("skewed", (0.3, 0.5, 0.2))])
 def test_sites_that_say_nothing_are_drawn_by_the_profile(profile: str, expected: tuple[float, ...]) -> None:
     strategy = FedHera(profile=profile)
-    drawn = Counter(strategy.site_tier(f"site-{i}").train for i in range(3000))
+    drawn = Counter(strategy.draw_tier(f"site-{i}").train for i in range(3000))
     assert [drawn[train] / 3000 for train in (4, 8, 16)] == pytest.approx(expected, abs=0.03)
-    assert strategy.site_tier("site-1") == FedHera(profile=profile).site_tier("site-1")
-    assert {FedHera(seed=seed).site_tier("site-1").train for seed in range(20)} == {4, 8, 16}
+    assert strategy.draw_tier("site-1") == FedHera(profile=profile).draw_tier("site-1")
+    assert {FedHera(seed=seed).draw_tier("site-1").train for seed in range(20)} == {4, 8, 16}
 
 
 def test_what_a_site_says_of_itself_counts_before_its_tier() -> None:

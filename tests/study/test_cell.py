@@ -156,6 +156,22 @@ def test_wrong_data_are_told_before_anything_runs(study_file: MakeStudy, tmp_pat
         planned(path, tmp_path / "w")
 
 
+def test_data_on_which_nothing_is_scored_are_refused_and_move_no_run(study_file: MakeStudy, tmp_path: Path) -> None:
+    path = study_file(axes={"seed": {"training.seed": [3]}})
+    for site in ("a", "b"):
+        make_phantoms(tmp_path / "whole" / site, "fundus", site, 0, 2, 0, 1, 64, 0.5, 0.5)
+        make_phantoms(tmp_path / "unsplit" / site, "fundus", site, 0, 2, 0, 0, 64, 0.5, 0.5)
+    (one,) = planned(path, tmp_path / "w", tmp_path / "whole")
+    CellRecord("done", data=one.data, code=one.code).save(one.cell.folder)
+    with pytest.raises(ConfigError, match="no site has validation or test samples, so nothing would be scored; split them"):
+        planned(path, tmp_path / "w", tmp_path / "unsplit")
+    assert current_record(one.cell.folder).state == "interrupted"  # it has no results.json here, and it is where it was
+    assert not (tmp_path / "w" / "set-aside").exists()
+    shutil.rmtree(tmp_path / "unsplit" / "b")
+    make_phantoms(tmp_path / "unsplit" / "b", "fundus", "b", 0, 2, 1, 0, 64, 0.5, 0.5)
+    assert len(planned(path, tmp_path / "w", tmp_path / "unsplit")) == 1
+
+
 def test_a_split_is_a_folder_in_the_data_with_sites_of_its_own(study_file: MakeStudy, tmp_path: Path) -> None:
     for site in ("even/a", "even/b", "skewed/c"):
         make_phantoms(tmp_path / "data" / site, "fundus", site, 0, 1, 0, 1, 64, 0.5, 0.5)

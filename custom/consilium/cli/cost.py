@@ -31,7 +31,7 @@ from consilium.estimates.compute import (
     step_flops,
 )
 from consilium.federation.job_assembly import Job, assemble_job
-from consilium.federation.job_checks import describe_trained_tensors
+from consilium.federation.job_consistency import describe_trained_tensors
 from consilium.report.tables import Table, columns, size_text
 from consilium.training.device import has_native_bf16
 

@@ -30,7 +30,7 @@ from consilium.flare.kit.certificates import days_left
 from consilium.flare.kit.connection_refusals import noted_cause
 from consilium.flare.kit.evidence_archive import pack
 from consilium.flare.kit.heartbeat_server import read_attendance
-from consilium.flare.kit.kit_contents import (
+from consilium.flare.kit.kit_reader import (
     certificate_path,
     has_private_key,
     kit_name,
@@ -332,7 +332,7 @@ def _budget_section(records: SiteRecords, read: Mapping[Path, Record]) -> Sectio
     }
     rows = []
     try:
-        ledgers.check(records.root, ledger, intact)
+        ledgers.check_no_lost_rows(records.root, ledger, intact)
         for dataset, unit, budget, spent in spent_budgets(site, ledger):
             left = max(budget.epsilon - spent, 0.0)
             rows.append([dataset or "-", unit, f"{budget.epsilon:g}", f"{budget.delta:g}", f"{spent:.4g}", f"{left:.4g}"])

@@ -20,7 +20,7 @@ from consilium.core.registry import Plugins
 from consilium.core.sanitize import shown
 from consilium.flare.admin.session import connect
 from consilium.flare.kit.doctor import examine
-from consilium.flare.kit.kit_contents import participant_role
+from consilium.flare.kit.kit_reader import participant_role
 
 
 def doctor(

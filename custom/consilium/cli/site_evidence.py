@@ -15,9 +15,9 @@ from consilium.core.sanitize import shown
 from consilium.federation import delete_run
 from consilium.federation.run_folders import RUNS, STATE, check_run_name
 from consilium.flare.admin.session import stored_jobs
-from consilium.flare.kit.certificates import root_fingerprint
+from consilium.flare.kit.certificates import root_key_fingerprint
 from consilium.flare.kit.evidence_archive import ACCEPTED, LEDGER, copy_ledger, pack, verify as verify_archive, verify_chains
-from consilium.flare.kit.kit_contents import kit_name, kit_role
+from consilium.flare.kit.kit_reader import kit_name, kit_role
 from consilium.privacy.accounting import VOID
 from consilium.privacy.audit_log import FILE, read_with_epsilon
 from consilium.privacy.ledger import Ledger, read_accepted_seals
@@ -87,7 +87,7 @@ def evidence(
                 )
             attacks[f"attack-{number}.json"] = content
         pack(kit, experiment, evidence_files(experiment, kit) | attacks, archive)
-    found = {"archive": str(archive)} | verify_archive(archive, root_fingerprint(kit) if kit else fingerprint)
+    found = {"archive": str(archive)} | verify_archive(archive, root_key_fingerprint(kit) if kit else fingerprint)
     signed = "the signature and the project's root are right; " if verify else ""
     whole = not found["record"] and not found["ledger"]
     broken = "; ".join(f"{what} ALTERED: {found[what]}" for what in ("record", "ledger") if found[what])

@@ -19,7 +19,7 @@ from consilium.core.schema import SHA256
 from consilium.federation.run_folders import STATE
 from consilium.privacy.accounting import VOID
 from consilium.privacy.audit_log import FILE, read_with_epsilon
-from consilium.privacy.ledger import Ledger, accept as go_on, check, summary
+from consilium.privacy.ledger import Ledger, accept as go_on, check_no_lost_rows, summary
 from consilium.privacy.secagg import sum_ledger
 from consilium.privacy.secagg.sum_ledger import FILE as SUMS
 from consilium.report.audit_tables import message_and_tensor_tables, privacy_texts
@@ -84,7 +84,7 @@ def ledger(
     emit({"data_sets": found, **({"rows": every} if rows else {})}, _lines(found, every), format)
     if is_site(where):  # jobs are refused if the records of what left name rows that the ledger lacks
         records = find_site_records(where)
-        check(records.root, Ledger(records.ledger))
+        check_no_lost_rows(records.root, Ledger(records.ledger))
 
 
 def sums(

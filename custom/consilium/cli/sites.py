@@ -17,7 +17,7 @@ from consilium.flare.admin.session import connect
 from consilium.flare.kit.certificates import WARN_DAYS
 from consilium.flare.kit.connection_refusals import Cause
 from consilium.flare.kit.heartbeat_server import read_attendance
-from consilium.flare.kit.kit_contents import participant_role
+from consilium.flare.kit.kit_reader import participant_role
 from consilium.report.tables import Column, Table, only_true
 
 GIB, DISK_GIB = 2**30, 5.0

@@ -145,7 +145,7 @@ def _build_client(
 ) -> Client:
     units = count_units(job.config, data) if data else task.num_samples
     plan, seed = make_plan(job.config, job.strategy, units, job.initial), site.privacy.noise_seed
-    plan = plan.with_seeded([name]) if plan is not None and seed is not None else plan
+    plan = plan.with_seeded_noise([name]) if plan is not None and seed is not None else plan
     for note in getattr(task, "notes", ()):
         observer({"event": "warning", "text": f"{name}: {note}"})
     context = ClientContext(

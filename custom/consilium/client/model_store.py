@@ -12,7 +12,7 @@ from consilium.config.job import JobConfig, load_run_job
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import MetricKey, Payload, SiteInfo, Stage, Tensors
 from consilium.core.storage import checkpoint_hash
-from consilium.federation.job_checks import name_base_changes
+from consilium.federation.job_consistency import name_base_changes
 from consilium.federation.model_card import BEST, Card, scores_of
 from consilium.federation.saved_model import (
     ADAPTERS,

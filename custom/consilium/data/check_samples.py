@@ -86,7 +86,7 @@ def map_by_file(items: Sequence[Item], read: Callable[[Item], T]) -> list[T]:
             return [(index, read(item)) for index, item in files[path]]
         with _one_volume:
             found = [(index, read(item)) for index, item in files[path]]
-            volumes.forget()
+            volumes.drop_caches()
             return found
 
     with ThreadPoolExecutor(min(FILES_AT_ONCE, os.cpu_count() or 1)) as pool:

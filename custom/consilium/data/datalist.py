@@ -399,8 +399,9 @@ def _read_entry(path: Path, where: str, entry: Any, classes: bool | None, annota
     files = files_of(found)
     for file in files:
         if not is_there(file):
+            hint = "; a class in place of a mask needs task.name: classification" if file == label and not file.suffix else ""
             raise DataError(
-                f"{where}: {str(file)[:300]}: no such file; paths are relative to the data list's folder", "missing file"
+                f"{where}: {str(file)[:300]}: no such file; paths are relative to the data list's folder{hint}", "missing file"
             )
         try:
             if not (file.is_dir() and is_volume(file)):  # a folder may hold a DICOM series

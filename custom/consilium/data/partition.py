@@ -460,7 +460,7 @@ def _read_entries(source: Path) -> tuple[list[Entry], dict[str, Any]]:
                 shown = whole_labels(replace(item, affine=item.affine or "sform"), resampled)
                 labels = {str(value) for one in shown for value in one.present() - {0}}
             found.append(Entry(split, own, tuple(keys), frozenset(labels)))
-    volumes.forget()
+    volumes.drop_caches()
     if not found:
         raise DataError(f"{source}: holds no samples; give a list with some")
     return found, {key: value for key, value in raw.items() if key not in SPLITS}

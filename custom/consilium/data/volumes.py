@@ -19,7 +19,7 @@ from consilium.data.settings import NiftiAffine
 
 __all__ = [
     "VolumeHeader",
-    "forget",
+    "drop_caches",
     "header",
     "hold_volumes",
     "is_volume",
@@ -80,7 +80,7 @@ class _Held(FileResultCache[T]):
         return mine[key]
 
 
-def forget() -> None:
+def drop_caches() -> None:
     """Drop all volumes, headers and percentiles from memory."""
     for kept in (header, voxels, labels, window_percentiles):
         kept.cache_clear()

@@ -19,7 +19,7 @@ from consilium.core.errors import ConfigError
 from consilium.core.messages import Tensors
 from consilium.core.norms import norm
 from consilium.data.datalist import DataList
-from consilium.federation.job_checks import (
+from consilium.federation.job_consistency import (
     check_adapter,
     check_adapter_start,
     check_interpolation,

@@ -65,7 +65,7 @@ class DpSgd:
         """The unit that is drawn: "record" or "patient"."""
         return "patient" if self.per_patient else "record"
 
-    def count(self, num_samples: int) -> int:
+    def unit_count(self, num_samples: int) -> int:
         """Return the number of units at a site with `num_samples` training samples."""
         return len(self.patients) if self.per_patient else num_samples
 

@@ -76,7 +76,7 @@ class Ledger:
         keys = (entry.key, replace(entry, count=0).key)
         return any(row.key in keys and row.digest for row in self.entries(entry.dataset))
 
-    def check(self, planned: list[Entry], budgets: Budgets) -> None:
+    def check_budget(self, planned: list[Entry], budgets: Budgets) -> None:
         """Raise RefusedError if the `planned` rows would exceed a budget, or if one is in the ledger on other terms.
 
         Planned rows that the ledger already has are not counted again. Writes nothing.
@@ -288,7 +288,7 @@ def summary(ledger: Ledger, deltas: tuple[float, ...] = (1e-5,)) -> list[dict[st
 ACCEPTANCE = "acceptance"
 
 
-def check(records: Path, ledger: Ledger, read: Mapping[Path, list[Line]] = {}) -> None:
+def check_no_lost_rows(records: Path, ledger: Ledger, read: Mapping[Path, list[Line]] = {}) -> None:
     """Raise RefusedError if a record under `records` names a seal that the ledger lacks, unless its loss was accepted.
 
     `read`: the lines of intact records that the caller has read already.
@@ -302,7 +302,7 @@ def check(records: Path, ledger: Ledger, read: Mapping[Path, list[Line]] = {}) -
         )
 
 
-def check_seal(records: Path, ledger: Ledger, seal: str) -> None:
+def check_has_seal(records: Path, ledger: Ledger, seal: str) -> None:
     """Raise RefusedError if the ledger lacks the `seal` that the server has received, unless its loss was accepted."""
     if seal and seal not in {*ledger.seals(), *read_accepted_seals(records)}:
         raise RefusedError(

@@ -90,7 +90,7 @@ class Plan:
         """The largest change of the sum by one unit, in the units of the update or gradient."""
         return self.clip * (2 if self.config.adjacency == "replace" else 1)
 
-    def check_count(self, tensors: Sized) -> None:
+    def check_tensor_count(self, tensors: Sized) -> None:
         """Raise RefusedError for a release of more tensors than its cost was computed for."""
         if self.by_tensor and len(tensors) > self.tensors:
             raise RefusedError(
@@ -163,7 +163,7 @@ class Plan:
             found.append(f"calibration paper: {printed_epsilon(self.config)} is not kept; the epsilon of the claim is")
         return found
 
-    def with_seeded(self, sites: Collection[str]) -> "Plan":
+    def with_seeded_noise(self, sites: Collection[str]) -> "Plan":
         """Return a copy of this plan with `sites` added to the sites whose noise comes from a seed."""
         return replace(self, seeded=tuple(sorted({*self.seeded, *sites})))
 

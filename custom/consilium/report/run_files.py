@@ -207,7 +207,9 @@ class RunLog:
         for site in self.seeded & self.results.keys():
             self.results[site] = self.results[site] | {NOT_PRIVATE: 1.0}
         if plan is not None:
-            write_atomic(self.folder / "privacy.json", json.dumps(plan.with_seeded(self.seeded).summary(), indent=1).encode())
+            write_atomic(
+                self.folder / "privacy.json", json.dumps(plan.with_seeded_noise(self.seeded).summary(), indent=1).encode()
+            )
         for title, rounds in self._figures.items():
             of_rounds = [
                 figures.Matrix(f"round {one['round'] + 1}", np.asarray(one["values"]), one["sites"], one["sites"])

@@ -217,7 +217,7 @@ class RunRecord:
         return None if self.is_pooled else self.total(BYTES_UP, BYTES_DOWN)
 
     @property
-    def seconds(self) -> float | None:
+    def training_seconds(self) -> float | None:
         """Seconds of training, summed over sites; None if not all of them are on record."""
         return self.total(TRAIN_SECONDS)
 

@@ -203,6 +203,12 @@ def escape_tex(text: str) -> str:
     return "-{}-".join("".join(_TEX.get(c, c) for c in part) for part in signed.split("--"))
 
 
+def _word_parts(word: str) -> list[str]:
+    """Return the parts between which a long word may break: after ".", "_" and "/", in longer parts also elsewhere."""
+    parts = re.findall(r"[^._/]*[._/]|[^._/]+", word) if len(word) > 12 else [word]
+    return [piece for part in parts for piece in (textwrap.wrap(part, 8) if len(part) > 12 else [part])]
+
+
 def tex_label(kind: str, text: str, used: Counter[str]) -> str:
     """Return a \\label of small ASCII letters, digits and hyphens. `used`: the file's labels; repeated ones are numbered."""
     name = "-".join(re.findall("[a-z0-9]+", text.lower())) or "untitled"
@@ -310,11 +316,9 @@ def _environment(table: Table, piece: _Piece, rows: range, caption: str, label: 
 
     def written(row: int, place: int) -> str:
         text = escape_tex(table.rows[row][place])
-        if place in wrapped:  # a word of over 12 letters may break at every eighth
+        if place in wrapped:
             words = shown(table.rows[row][place], 2000).split(" ")
-            text = " ".join(
-                r"\allowbreak{}".join(map(escape_tex, textwrap.wrap(word, 8) if len(word) > 12 else [word])) for word in words
-            )
+            text = " ".join(r"\allowbreak{}".join(map(escape_tex, _word_parts(word))) for word in words)
         return rf"\textbf{{{text}}}" if (row, place) in table.best else text
 
     def head(place: int) -> str:

@@ -163,7 +163,7 @@ class Coordinator:
             carries = hello.capacity if self.job.config.adapter_kind.unequal_ranks else {}
             self.sites[hello.name] = SiteInfo(hello.name, hello.num_samples, hello.joined, carries)
         if hello.seeded:
-            self.plan = self.plan and self.plan.with_seeded([hello.name])
+            self.plan = self.plan and self.plan.with_seeded_noise([hello.name])
             self.observer({"event": "warning", "text": not_private_sentence([hello.name])})
         self.log.record_join(self.state.round, hello.name, hello.ledger, not hello.num_samples, hello.seeded)
         self.seals.note(hello.name, hello.ledger)

@@ -14,7 +14,7 @@ from consilium.core.errors import CheckpointError, ConfigError
 from consilium.core.messages import Tensors
 from consilium.core.storage import checkpoint_hash, file_hash, flatten_groups, group_of, load_state, save_state
 from consilium.federation.job_assembly import Job, bare_model, checkpoint_of, kinds_of, resolve_checkpoint_path
-from consilium.federation.job_checks import refuse_first
+from consilium.federation.job_consistency import refuse_first
 from consilium.federation.saved_model import TENSORS, read_adapter_folder
 from consilium.report.run_files import incompatible_version
 from consilium.server.early_stopping import Validations

@@ -29,7 +29,7 @@ from consilium.core.low_rank_sums import sum_tensors
 from consilium.core.messages import Tensors
 from consilium.core.schema import Share
 from consilium.strategies.fedit import FedIT
-from consilium.strategies.strategy import ServerState, SiteResult, Traits, advance, normalize_weights
+from consilium.strategies.strategy import ServerState, SiteResult, Traits, next_state, normalize_weights
 
 ROUNDS, WEIGHT, DELTA = "rounds", "weight", "delta"
 """Names of three tensors that the server stores per site: the count of its rounds, its w and its delta.
@@ -76,7 +76,7 @@ class FedHEAL(FedIT):
             falls = {n: past.get(f"falls/{n}", torch.zeros_like(t, dtype=torch.int32)) + (t <= 0) for n, t in moved.items()}
             sites[name] = {f"falls/{n}": t.to(torch.int32) for n, t in falls.items()} | {ROUNDS: rounds} | kept[name]
         reported = state.reported | dict.fromkeys(masks, state.round)
-        return advance(self, state, shared=shared, sites=state.sites | sites, reported=reported)
+        return next_state(self, state, shared=shared, sites=state.sites | sites, reported=reported)
 
     def mask(self, kept: Tensors, update: Tensors) -> Tensors:
         """Return mask_i by tensor, 0 or 1 in float64.

@@ -34,7 +34,7 @@ from consilium.core.lazy import torch
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Rank
 from consilium.core.seeding import seed_for
-from consilium.strategies.strategy import ServerState, SiteResult, advance, shares
+from consilium.strategies.strategy import ServerState, SiteResult, next_state, shares
 from consilium.strategies.unequal_ranks import (
     UnequalRanks,
     factors,
@@ -119,7 +119,7 @@ class FedHeLLo(UnequalRanks):
             values = [[share[name] / total * one.double() for one in factors(ends[name], layer)] for name in trainers]
             b, a = (torch.stack(list(parts)).sum(0).float() for parts in zip(*values, strict=True))
             shared |= pair(layer, (b, a))
-        following = advance(self, state, shared=shared)
+        following = next_state(self, state, shared=shared)
         if self.layers != "fisher":
             return following
         scores = state.matrices[SCORES].clone()

@@ -35,7 +35,7 @@ from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Seed
 from consilium.core.seeding import seed_for
 from consilium.strategies.fedit import FedIT
-from consilium.strategies.strategy import Role, ServerState, SiteResult, Trainer, Traits, advance
+from consilium.strategies.strategy import Role, ServerState, SiteResult, Trainer, Traits, next_state
 
 Part = Annotated[float, Field(gt=0, le=1)]
 SiteName = Annotated[str, Field(min_length=1, max_length=128)]
@@ -90,7 +90,7 @@ class FedRA(FedIT):
         for name, value in state.shared.items():
             if moves := _site_updates(ordered, name):
                 shared[name] = (value.double() + sum_tensors(moves) / len(moves)).to(value.dtype)
-        return advance(self, state, shared=shared)
+        return next_state(self, state, shared=shared)
 
     def diagnostics(self, state: ServerState, results: dict[str, SiteResult]) -> dict[str, float]:
         """Return how many of the round's sites had each block: the column sums of the allocation matrix."""

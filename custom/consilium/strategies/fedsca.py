@@ -39,7 +39,7 @@ from consilium.strategies.strategy import (
     Strategy,
     Trainer,
     Traits,
-    advance,
+    next_state,
     normalize_weights,
     shares,
 )
@@ -126,7 +126,7 @@ class FedSCA(Strategy):
         shared = _weighted_sum(shares(results).values(), list(fresh.values()))
         known = {**state.weights, **weights}
         matrices = {MATRIX: self._mixture_matrix(sites, known, set(fresh))}
-        return advance(self, state, shared=shared, sites=sites, reported=reported, weights=known, matrices=matrices)
+        return next_state(self, state, shared=shared, sites=sites, reported=reported, weights=known, matrices=matrices)
 
     def _mixture_matrix(self, sites: dict[str, Tensors], weights: dict[str, float], fresh: set[str]) -> Tensor:
         """Return the mixture weights (N, N), float64: the row's site receives the column's upload with that weight.

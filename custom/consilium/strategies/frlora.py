@@ -32,7 +32,7 @@ from consilium.adapters.names import GATE, WHOLE, checked_lora_factor, is_frozen
 from consilium.core.lazy import Tensor, torch
 from consilium.core.low_rank_sums import Product
 from consilium.core.messages import Payload, SiteInfo, Tensors
-from consilium.strategies.strategy import Role, ServerState, Strategy, Traits, advance
+from consilium.strategies.strategy import Role, ServerState, Strategy, Traits, next_state
 from consilium.strategies.unequal_ranks import (
     factors,
     full_download_numbers,
@@ -99,7 +99,7 @@ class FRLoRA(Strategy):
                 tails[f"{layer}.{WHOLE}"] = (b.double() @ a.double()).float()
         heads = {n: u for n, u in results.items() if checked_lora_factor(n, self.name) is None}
         shared |= {n: (shared[n].double() + u).to(shared[n].dtype) for n, u in heads.items()}
-        return advance(self, state, shared=shared, matrices=tails)
+        return next_state(self, state, shared=shared, matrices=tails)
 
     # client half ------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from consilium.core import low_rank_sums
 from consilium.core.lazy import Tensor, torch
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Factor
-from consilium.strategies.strategy import LocalStep, ServerState, SiteResult, Trainer, Traits, advance, shares
+from consilium.strategies.strategy import LocalStep, ServerState, SiteResult, Trainer, Traits, next_state, shares
 from consilium.strategies.unequal_ranks import (
     UnequalRanks,
     factors,
@@ -78,7 +78,7 @@ class HetLoRA(UnequalRanks):
             shrunk = self.prune_weight > 0 and float(_norm_beyond(end, kept)) < float(_norm_beyond(start, kept))
             sites[name] = {"rank": torch.tensor([kept if shrunk else rank])}
         reported = state.reported | dict.fromkeys(results, state.round)
-        return advance(self, state, shared=shared, sites=sites, reported=reported)
+        return next_state(self, state, shared=shared, sites=sites, reported=reported)
 
     # client half ------------------------------------------------------------------------------------------------------
 

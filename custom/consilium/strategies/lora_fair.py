@@ -23,7 +23,7 @@ from consilium.core import low_rank_sums
 from consilium.core.lazy import Tensor, torch
 from consilium.core.low_rank_sums import Change, Product
 from consilium.core.schema import Positive
-from consilium.strategies.strategy import Role, ServerState, SiteResult, Strategy, Traits, advance, shares
+from consilium.strategies.strategy import Role, ServerState, SiteResult, Strategy, Traits, next_state, shares
 from consilium.strategies.unequal_ranks import factors, pair, shapes
 
 STEPS = 200
@@ -58,7 +58,7 @@ class LoraFair(Strategy):
             products = [Change(share[site], factors(end, layer), factors(end, layer)) for site, end in ends.items()]
             b, a = factors(shared, layer)
             shared |= pair(layer, (b + self.correction(low_rank_sums.weighted_sum_of_products(products, 1.0), b, a), a))
-        return advance(self, state, shared={n: t.to(state.shared[n].dtype) for n, t in shared.items()})
+        return next_state(self, state, shared={n: t.to(state.shared[n].dtype) for n, t in shared.items()})
 
     def correction(self, wanted: Product, b: Tensor, a: Tensor) -> Tensor:
         """Return dB (out, r), float64, for D = `wanted`, B (out, r) and A (r, in).

@@ -36,7 +36,7 @@ from consilium.core.low_rank_sums import sum_tensors
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Positive
 from consilium.strategies.fedit import FedIT
-from consilium.strategies.strategy import Role, ServerState, SiteResult, Trainer, Traits, advance, normalize_weights, shares
+from consilium.strategies.strategy import Role, ServerState, SiteResult, Trainer, Traits, next_state, normalize_weights, shares
 
 CONTROL = "control/"
 """Prefix of a correction's name, before the name of its tensor."""
@@ -76,7 +76,7 @@ class Scaffold(FedIT):
         sites = state.sites | {name: controls(result) for name, result in results.items()}
         weights = state.weights | {name: float(result.weight) for name, result in results.items()}
         reported = state.reported | dict.fromkeys(results, state.round)
-        return advance(self, state, shared=shared, sites=sites, weights=weights, reported=reported)
+        return next_state(self, state, shared=shared, sites=sites, weights=weights, reported=reported)
 
     # client half ------------------------------------------------------------------------------------------------------
 

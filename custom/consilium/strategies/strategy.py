@@ -314,7 +314,7 @@ class Strategy:
         """Return the next state: the mean update (float64) added to the shared tensors."""
         shared = dict(state.shared)
         shared |= {n: (shared[n].double() + u).to(shared[n].dtype) for n, u in results.items()}
-        return advance(self, state, shared=shared)
+        return next_state(self, state, shared=shared)
 
     # client half ------------------------------------------------------------------------------------------------------
 
@@ -332,7 +332,7 @@ class Strategy:
         return {"": payload}
 
 
-def advance(strategy: Strategy, state: ServerState, **changes: Any) -> ServerState:
+def next_state(strategy: Strategy, state: ServerState, **changes: Any) -> ServerState:
     """Return the state of the next phase: of the same round, or the first of the next one. `changes`: its new fields."""
     has_more = state.phase + 1 < strategy.traits.phases_of(state.round)
     round, phase = (state.round, state.phase + 1) if has_more else (state.round + 1, 0)

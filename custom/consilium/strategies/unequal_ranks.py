@@ -22,7 +22,7 @@ from consilium.core.low_rank_sums import Change, Product, Spectrum, Update
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Seed, Share
 from consilium.core.seeding import seed_for
-from consilium.strategies.strategy import Role, RoundResults, ServerState, SiteResult, Strategy, Traits, advance, shares
+from consilium.strategies.strategy import Role, RoundResults, ServerState, SiteResult, Strategy, Traits, next_state, shares
 
 # layers ----------------------------------------------------------------------------------------------------------------
 # Functions on the adapter tensors of one layer: trained factors, frozen tails, changes from uploads, averages of the rest.
@@ -259,7 +259,7 @@ class UnequalRanks(Strategy):
         """Return the tiers that the profile names, each with its probability."""
         return {name: (self.tiers[name], share) for name, share in self._tier_probabilities().items()}
 
-    def site_tier(self, site: str) -> Tier:
+    def draw_tier(self, site: str) -> Tier:
         """Return the tier drawn from the profile for a site without `capacity`."""
         shares = self._tier_probabilities()
         draw = random.Random(seed_for(self.seed, "tier", site))
@@ -267,7 +267,7 @@ class UnequalRanks(Strategy):
 
     def affordable_ranks(self, site: SiteInfo) -> dict[str, float]:
         """Return the average ranks per layer that the site's limits allow, by limit: `download`, `time` and `memory`."""
-        tier = self.site_tier(site.name)
+        tier = self.draw_tier(site.name)
         return {"download": tier.download, "time": tier.train, "memory": tier.train} | dict(site.capacity)
 
     def train_rank(self, site: SiteInfo) -> int:
@@ -372,7 +372,7 @@ class ExactServer(UnequalRanks):
         for layer in updates:
             updates[layer] = self.merge_layer(updates[layer], changes(results, share, layer, self.merges_tails))
         reported = state.reported | dict.fromkeys(results, state.round)
-        after = advance(self, state, shared=mean_non_lora_tensors(state, results, share), reported=reported)
+        after = next_state(self, state, shared=mean_non_lora_tensors(state, results, share), reported=reported)
         return self._with_spectra(replace(after, sites=self.sites_after(state, results, updates)), updates)
 
     def _with_spectra(self, state: ServerState, updates: Mapping[str, Update]) -> ServerState:

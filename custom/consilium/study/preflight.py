@@ -45,8 +45,11 @@ class DataDigests:
             self._known = {}
 
     def digest(self, config: JobConfig, sites: Mapping[str, SiteConfig]) -> str:
-        """Return a digest of the sites' settings, data and checkpoints. Raises ConsiliumError."""
-        parts = []
+        """Return a digest of the sites' settings, data and checkpoints.
+
+        Raises ConsiliumError, also if all sites have data of their own and none has a sample to be scored on.
+        """
+        parts, scored = [], False
         for name, site in sites.items():
             settings = site.model_dump(mode="json", exclude=_PLACES)
             checkpoint = checkpoint_of(config.model, site)
@@ -54,16 +57,23 @@ class DataDigests:
             _, own = site.dataset(config.data.dataset, name)
             if own is None and config.data.phantoms is not None:  # generated data follow from the job
                 parts.append((name, [settings, found]))
+                scored = True
                 continue
             with TemporaryDirectory(
                 dir=make_private_folder(self._path.parent)
             ) as folder:  # private, for decoded patients' pictures
                 data = load_site_data(config, name, site, Path(folder))
+            scored |= any(data.splits[split] for split in ("validation", "test"))
             labels = own.model_dump(mode="json", exclude={"datalist"}) if own else {}
             files = {data.path: None} if data.path.exists() else {}  # each file once, in the order of the list
             for item in (item for split in data.splits.values() for item in split):
                 files |= {path: None for part in ("image", "label") if isinstance(path := getattr(item, part, None), Path)}
             parts.append((name, [settings, found, labels, [self._path_digest(path) for path in files]]))
+        if not scored:
+            raise ConfigError(
+                "data: no site has validation or test samples, so nothing would be scored; split them first: "
+                "`consilium data import own` or `consilium data split`"
+            )
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     def save(self) -> None:

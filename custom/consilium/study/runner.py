@@ -63,7 +63,7 @@ def _set_aside_folder(planned: Planned) -> Path:
     return folder.parent.parent / "set-aside" / f"{folder.name}-{planned.data}-{planned.code}"
 
 
-def update_record(planned: Planned) -> CellRecord:
+def update_description(planned: Planned) -> CellRecord:
     """Update and return the record of a finished cell, whose labels or place in the study may have changed."""
     before = stored_record(planned.cell.folder)
     if (now := _with_description(before, planned)) != before:
@@ -85,7 +85,7 @@ def run_cell(planned: Planned, observer: Observer) -> CellRecord:
             if not is_finished(planned):
                 swap_stored_run(planned)
             return (
-                update_record(planned) if is_finished(planned) else _run(planned, observer)
+                update_description(planned) if is_finished(planned) else _run(planned, observer)
             )  # a run that swap_stored_run restored may be done
     except Timeout:
         return CellRecord("locked")
@@ -99,7 +99,7 @@ def record_failure(planned: Planned, reason: str) -> CellRecord:
     try:
         with cell_lock(planned.cell.folder):
             if is_finished(planned):
-                return update_record(planned)
+                return update_description(planned)
             ended = replace(stored_record(planned.cell.folder), state="failed", reason=shown(reason))
             ended.save(planned.cell.folder)
             return ended
@@ -231,7 +231,7 @@ def run_study(cells: list[Planned], workers: int, on_update: Told) -> dict[str, 
     """
     left = deque((0.0, one) for one in cells if not is_finished(one))
     waiting = {one.cell.id for _, one in left}
-    ended = {one.cell.id: update_record(one) for one in cells if one.cell.id not in waiting}
+    ended = {one.cell.id: update_description(one) for one in cells if one.cell.id not in waiting}
     count, threads = min(workers, len(left)), max(1, (os.cpu_count() or 1) // workers)
     crew: list[Worker] = []
     try:

@@ -16,37 +16,37 @@ from consilium.models.registry import Cut
 from consilium.strategies.strategy import Interpolation
 from consilium.tasks.base import Task, evaluating
 
-Mix = Callable[[float | Tensor], None]
+SetWeight = Callable[[float | Tensor], None]
 
 
 @contextmanager
 def interpolate_adapter(
-    model: nn.Module, cut: Cut | None, task: Task, mix: Mix, interpolation: Interpolation, seed: int
+    model: nn.Module, cut: Cut | None, task: Task, set_weight: SetWeight, interpolation: Interpolation, seed: int
 ) -> Iterator[None]:
-    """Within the context, every call of `model` weighs the local adapter by `interpolation`; `mix` sets the weight.
+    """Within the context, every call of `model` weighs the local adapter by `interpolation`, through `set_weight`.
 
     `cut`: the point in the model whose output is the representation of a sample; None for a fixed weight.
     """
     examples, handle = interpolation.examples, None
-    if cut is not None and examples and len(known := training_features(model, cut, task, mix, examples, seed)):
+    if cut is not None and examples and len(known := reference_features(model, cut, task, set_weight, examples, seed)):
 
         def weigh(model: nn.Module, args: Any, kwargs: Any) -> None:
-            mix(1.0)
+            set_weight(1.0)
             with torch.no_grad():
                 found = mean_at_cut(cut, lambda: model.forward(*args, **kwargs))
-            mix(sample_weights(interpolation, found, known))
+            set_weight(sample_weights(interpolation, found, known))
 
         handle = model.register_forward_pre_hook(weigh, with_kwargs=True)
-    mix(fixed_weight(interpolation))
+    set_weight(fixed_weight(interpolation))
     try:
         yield
     finally:
         if handle:
             handle.remove()
-        mix(0.0)
+        set_weight(0.0)
 
 
-def training_features(model: nn.Module, cut: Cut, task: Task, mix: Mix, count: int, seed: int) -> Tensor:
+def reference_features(model: nn.Module, cut: Cut, task: Task, set_weight: SetWeight, count: int, seed: int) -> Tensor:
     """Return the representations (S, F) of `count` random training records, with the local adapter at weight 1.
 
     There are fewer if not all records can be read.
@@ -55,7 +55,7 @@ def training_features(model: nn.Module, cut: Cut, task: Task, mix: Mix, count: i
     batch = task.batch(order[:count], seed_for(seed, "references"))
     if not batch:
         return torch.zeros(0)
-    mix(1.0)
+    set_weight(1.0)
     with torch.no_grad(), evaluating(model):
         return mean_at_cut(cut, lambda: task.loss(model, batch))
 

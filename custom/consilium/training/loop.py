@@ -182,7 +182,7 @@ def train(
         restore_optimizer(optimizer, list(active), optimizer_state)
     anchors = {name: p.detach().clone() if name in trained else p.detach() for name, p in params.items()}
     memory: dict[str, Tensor] = {}
-    total = config.steps_per_round(dp.count(task.num_samples) if dp else task.num_samples)
+    total = config.steps_per_round(dp.unit_count(task.num_samples) if dp else task.num_samples)
     losses = LossAccumulator(_device(model), config.lr, dp is not None)
     penalties: list[Tensor] = []
 
@@ -243,7 +243,7 @@ def _step_function(
         return
     # in bf16 a record's gradient depends on its batch, by up to 1.5e-3 of the clip
     config = config.model_copy(update={"precision": "fp32"})
-    with PrivateSteps(model, optimizer, trained, dp.count(task.num_samples), dp) as private:
+    with PrivateSteps(model, optimizer, trained, dp.unit_count(task.num_samples), dp) as private:
         yield partial(_private_step, model, task, private, config)
 
 
@@ -423,7 +423,7 @@ def step_update(
     """
     active, randomness = set_requires_grad(params, trained), dp.randomness()
     config = config.model_copy(update={"precision": "fp32"})  # in bf16 rounding depends on the rest of the batch
-    drawn = randomness.poisson_sample(dp.count(task.num_samples), dp.sample_rate)
+    drawn = randomness.poisson_sample(dp.unit_count(task.num_samples), dp.sample_rate)
     clipped = ClippedSum(model, active, dp)
     model.train()
     try:

@@ -244,7 +244,7 @@ def predict(predictor: Predictor, inputs: list[Input], wanted: OutputOptions, do
                     numbers = [f"{float(p):.6f}" for p in (part.answer[best], *part.answer)]
                     rows.append([csv_cell(one.name), part.item.name_suffix, csv_cell(classes[best]), *numbers])
                 outcome.written.append(one.name)
-        volumes.forget()
+        volumes.drop_caches()
         done(one)
     if name == "classification" and not texts:
         file = io.StringIO()

@@ -363,7 +363,7 @@ def _open_input(predictor: Predictor, one: Input) -> ModelInput | Iterator[Predi
         (picture,) = predictor.load_parts(one, items)
     except (DataError, OSError) as error:
         return _raise_when_iterated(error)
-    volumes.forget()  # free the file's values: a waiting picture needs its 8-bit image only
+    volumes.drop_caches()  # free the file's values: a waiting picture needs its 8-bit image only
     return picture
 
 

@@ -517,7 +517,7 @@ def look(seconds: str, *files: str) -> None:
             said = _said(Path(file))
         except MemoryError:
             said = "MemoryError"
-        volumes.forget()
+        volumes.drop_caches()
         slides._read_whole.cache_clear()
         took = {"bytes": _field("VmHWM") - before, "seconds": time.process_time() - began}
         print(json.dumps(took | {"said": said}), flush=True)

@@ -120,7 +120,7 @@ def test_dicom_files_of_one_patient_are_of_one(tmp_path: Path) -> None:
     for number, who in enumerate(names):
         made = dicoms.image(np.zeros((4, 4), np.uint8), SpecificCharacterSet="ISO_IR 192", PatientID=who)
         dicoms.save(made, tmp_path / f"{number}.dcm")
-    volumes.forget()
+    volumes.drop_caches()
     assert_two(expand(read_datalist(tmp_path / "datalist.json")))
 
 

@@ -129,7 +129,7 @@ ALLOWED = {
     ("training/loop.py", "_calls"): "the order of batches without DP",
     ("training/gradient_probe.py", "BatchGradients.__init__"): "order of a probe: not with DP-SGD, else under a site's noise",
     ("training/gradient_probe.py", "BatchGradients.__call__"): "draws nothing: puts the generators back after a probe",
-    ("training/interpolation.py", "training_features"): "a personalized model, which never leaves",
+    ("training/interpolation.py", "reference_features"): "a personalized model, which never leaves",
     (
         "training/joint_forward.py",
         "check_joint_outputs",

@@ -69,10 +69,10 @@ HARMS = [lose, empty, cut, edit, rename, swap, damage]
 
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_ledger_that_was_harmed_stops_every_job(harm: Callable[[Path], None], ledger: Ledger, tmp_path: Path) -> None:
-    recovery.check(tmp_path, ledger)
+    recovery.check_no_lost_rows(tmp_path, ledger)
     harm(ledger.path)
     with pytest.raises(RefusedError, match="ledger"):
-        recovery.check(tmp_path, ledger)
+        recovery.check_no_lost_rows(tmp_path, ledger)
 
 
 @pytest.mark.parametrize("harm", HARMS)
@@ -84,9 +84,9 @@ def test_an_administrator_goes_on_and_that_is_on_record(harm: Callable[[Path], N
     command = ["privacy", "accept", str(tmp_path / "local" / "site.yaml"), "--reason", "disk failed", "--format", "json"]
     said = json.loads(CliRunner().invoke(app, command, catch_exceptions=False).stdout)
     ledger = Ledger(ledger.path)  # a new process
-    recovery.check(tmp_path, ledger)
+    recovery.check_no_lost_rows(tmp_path, ledger)
     ledger.spend(replace(ONE, round=9), {})
-    recovery.check(tmp_path, ledger)
+    recovery.check_no_lost_rows(tmp_path, ledger)
     (line,) = audit_log.read_with_epsilon(tmp_path / audit_log.FILE)["messages"]
     assert (line["kind"], line["reason"]) == ("acceptance", "disk failed")
     assert line["by"]
@@ -101,7 +101,7 @@ def test_an_acceptance_forgives_what_was_lost_and_nothing_later(ledger: Ledger, 
     audit_log.AuditLog(tmp_path / "runs" / "next" / audit_log.FILE).add({"kind": "update", "ledger": ledger.seal()})
     lose(ledger.path)
     with pytest.raises(RefusedError, match="is gone"):
-        recovery.check(tmp_path, Ledger(ledger.path))
+        recovery.check_no_lost_rows(tmp_path, Ledger(ledger.path))
 
 
 def test_the_seal_in_a_jobs_results_tells_of_a_cut_beyond_the_sites_reach(ledger: Ledger, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_an_old_backup_is_told_from_the_whole_file(ledger: Ledger, tmp_path: Pat
     )
     ledger.path.write_bytes(backup)
     with pytest.raises(RefusedError, match="lacks rows"):
-        recovery.check(tmp_path, ledger)
+        recovery.check_no_lost_rows(tmp_path, ledger)
 
 
 @pytest.mark.parametrize("harm", [lose, empty, cut])
@@ -140,7 +140,7 @@ def test_a_refusal_does_not_write_over_the_evidence(ledger: Ledger, tmp_path: Pa
     new = Ledger(ledger.path)
     for _ in range(3):
         with pytest.raises(RefusedError, match="is gone"):
-            recovery.check(tmp_path, new)
+            recovery.check_no_lost_rows(tmp_path, new)
         path = tmp_path / "runs" / "experiment" / "run-1" / audit_log.FILE
         audit_log.AuditLog(path).add({"kind": "refusal", "ledger": new.seal()}, again=True)
 
@@ -149,9 +149,9 @@ def test_a_refusal_does_not_write_over_the_evidence(ledger: Ledger, tmp_path: Pa
 def test_a_damaged_record_stops_jobs_and_can_be_set_aside(text: bytes, ledger: Ledger, tmp_path: Path) -> None:
     (tmp_path / audit_log.FILE).write_bytes(text)
     with pytest.raises(RefusedError, match="a line is damaged"):
-        recovery.check(tmp_path, ledger)
+        recovery.check_no_lost_rows(tmp_path, ledger)
     said = recovery.accept(tmp_path, ledger, "disk failed")
-    recovery.check(tmp_path, ledger)
+    recovery.check_no_lost_rows(tmp_path, ledger)
     assert Path(said["records_set_aside"][0]).read_bytes() == text
 
 

@@ -84,7 +84,7 @@ def test_another_question_to_prepare_in_the_same_attempt_is_refused(make_net: Ca
     net.parties["a"].answer(attempt.prepare_question())
     net.meet()
     other = net.collector.begin(0, 0, net.collector.roster)
-    refused(net, "a", other.prepare_question(), "the server now asks something different")
+    refused(net, "a", other.prepare_question(), "the server now asks another question")
 
 
 def test_an_older_phase_is_not_gone_back_to(net: Net) -> None:

@@ -54,7 +54,7 @@ def result_of_labels(
     values: dict[str, set[int]] = {}
     for one in masks:
         values.setdefault(one.site, set()).update(_mask_values(one, options.exact_values))
-    volumes.forget()
+    volumes.drop_caches()
     if not set().union(*values.values()) - {0}:
         raise DataError(f"{source}: all masks are empty; a mask has 0 for background and other values for classes")
     if len({frozenset(own - {0}) for own in values.values()} - {frozenset()}) > 1:

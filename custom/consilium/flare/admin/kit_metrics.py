@@ -22,7 +22,7 @@ from consilium.federation.run_folders import STATE, all_runs
 from consilium.flare.kit import heartbeat_server
 from consilium.flare.kit.certificates import days_left
 from consilium.flare.kit.connection_refusals import noted_cause
-from consilium.flare.kit.kit_contents import certificate_path, kit_name, kit_role, load_certificate
+from consilium.flare.kit.kit_reader import certificate_path, kit_name, kit_role, load_certificate
 from consilium.privacy import audit_log
 from consilium.privacy.accounting import epsilon_for
 from consilium.privacy.ledger import Ledger

@@ -28,7 +28,7 @@ from consilium.federation.run_folders import default_run_name
 from consilium.flare.kit.certificates import check_certificate_time, why_no_connection
 from consilium.flare.kit.connection_refusals import cause_of, refusal_message
 from consilium.flare.kit.heartbeat_client import KEY
-from consilium.flare.kit.kit_contents import server_folders
+from consilium.flare.kit.kit_reader import server_folders
 from consilium.report.live_view import progress
 
 ENDED = "FINISHED"

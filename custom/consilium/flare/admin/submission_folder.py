@@ -17,7 +17,7 @@ from consilium.federation.run_folders import check_run_name
 from consilium.flare.job.job_context import load_federated_job
 from consilium.flare.job.recipe import export
 from consilium.flare.job.wire import MASKS
-from consilium.flare.kit.kit_contents import read_settings
+from consilium.flare.kit.kit_reader import read_settings
 
 CONTROLLER = "consilium.flare.job.controller.RoundController"
 JSON_FILES = ("meta.json", "app/config/config_fed_server.json", "app/config/config_fed_client.json")

@@ -12,7 +12,7 @@ from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.messages import Payload, SiteInfo
 from consilium.core.sanitize import shown
 from consilium.federation.job_assembly import Job
-from consilium.federation.job_checks import refuse_first
+from consilium.federation.job_consistency import refuse_first
 from consilium.flare.job import job_context, wire
 from consilium.privacy.plan import make_plan
 from consilium.server.aggregation import RoundAggregate, aggregate_for

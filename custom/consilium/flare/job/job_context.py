@@ -24,7 +24,7 @@ from consilium.core.messages import Observer
 from consilium.core.registry import NO_PLUGINS, Plugins
 from consilium.core.storage import make_private_folder, read_json, sweep, write_atomic
 from consilium.federation.job_assembly import Job, assemble_job
-from consilium.federation.job_checks import refuse_first
+from consilium.federation.job_consistency import refuse_first
 from consilium.federation.run_folders import OWNER, RUNS, STATE, check_run_name, claim_run_folder, default_run_name, known_run
 from consilium.flare.job.simulation_settings import IDENTITIES, OUTPUT, is_simulated_process, read_settings
 from consilium.flare.kit.revocation import revoked_since, revoked_until

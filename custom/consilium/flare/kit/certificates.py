@@ -21,7 +21,7 @@ from consilium.core.sanitize import count_with_noun
 from consilium.core.schema import fingerprint_digits
 from consilium.core.storage import read_json
 from consilium.flare.kit.connection_refusals import Cause, cause_of
-from consilium.flare.kit.kit_contents import certificate_path, load_certificate, private_key_path, relay_of
+from consilium.flare.kit.kit_reader import certificate_path, load_certificate, private_key_path, relay_of
 from consilium.privacy.secagg.certificates import fingerprint as key_fingerprint
 
 WARN_DAYS, URGENT_DAYS = 60, 30
@@ -49,7 +49,7 @@ def days_left(certificate: x509.Certificate, now: datetime | None = None) -> int
 
 
 def examine_expiry(check: str, whose: str, certificate: x509.Certificate, remedy: str) -> Finding:
-    """Return whether a certificate is valid now by this machine's clock, and for how many days.
+    """Return the finding on whether a certificate is valid now by this machine's clock, and for how many days.
 
     `check`: the finding's title. `whose`: the certificate's owner, for the text. `remedy`: how to renew the certificate.
     """
@@ -65,24 +65,24 @@ def examine_expiry(check: str, whose: str, certificate: x509.Certificate, remedy
 
 
 def examine_own_certificate(kit: Path) -> Finding:
-    """Return whether the participant's certificate is valid. Raises ConfigError."""
+    """Return the finding on whether the participant's certificate is valid. Raises ConfigError."""
     own = load_certificate(certificate_path(kit))
     return examine_expiry("clock", get_cert_common_name(own) or "?", own, RENEW)
 
 
 def examine_root(kit: Path) -> Finding:
-    """Return whether the root's certificate in a kit is valid. Raises ConfigError."""
+    """Return the finding on whether the root's certificate in a kit is valid. Raises ConfigError."""
     return examine_expiry("root", "the project's root in this kit", load_certificate(kit / "startup" / "rootCA.pem"), RENEW)
 
 
-def root_fingerprint_text(kit: Path) -> str:
+def root_certificate_fingerprint(kit: Path) -> str:
     """Return the SHA-256 of the root's certificate, which `consilium provision` printed at the hub. Raises ConfigError."""
     root = load_certificate(kit / "startup" / "rootCA.pem")
     return f"{fingerprints(root)[0]} (SHA-256; compare it with the hub by telephone)"
 
 
 def examine_server_connection(kit: Path) -> Finding | str:
-    """Return whether the server's certificate is valid for long enough. Raises ConfigError as `check_server` does."""
+    """Return the finding on whether the server's certificate is valid for long enough. Raises ConfigError as `check_server`."""
     until = examine_expiry("server", server_address(kit), check_server(kit), RENEW_SERVER)
     return until if until.remedy or until.advice else f"{server_address(kit)}: answers, and is of this project"
 
@@ -209,7 +209,7 @@ def parse_fingerprint(fingerprint: str) -> str:
         raise ConfigError(f"--fingerprint: {error}") from None
 
 
-def root_fingerprint(kit: Path) -> str:
+def root_key_fingerprint(kit: Path) -> str:
     """Return the fingerprint of the root's key in any kit of the project. Raises ConfigError."""
     path = kit / "startup" / "rootCA.pem"
     if not path.is_file():

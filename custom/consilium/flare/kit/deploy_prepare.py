@@ -24,8 +24,8 @@ from consilium.core.schema import read_yaml
 from consilium.core.storage import read_json
 from consilium.federation.run_folders import STATE
 from consilium.flare.kit import revocation
-from consilium.flare.kit.kit_contents import LOCKED, RUN_FILES, kit_name, kit_role
 from consilium.flare.kit.kit_hardening import COMM, RESOURCES, shadows_job_settings
+from consilium.flare.kit.kit_reader import LOCKED, RUN_FILES, kit_name, kit_role
 from consilium.flare.kit.processes import check_stopped
 
 DEFAULT, CHART_VALUES = f"{RESOURCES}.default", Path("helm_chart", "values.yaml")

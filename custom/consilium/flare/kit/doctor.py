@@ -35,14 +35,24 @@ from consilium.flare.kit.certificates import (
     examine_own_certificate,
     examine_root,
     examine_server_connection,
-    root_fingerprint_text,
+    root_certificate_fingerprint,
     server_address,
 )
 from consilium.flare.kit.connection_refusals import Cause
 from consilium.flare.kit.heartbeat_client import why_certificate_invalid
 from consilium.flare.kit.heartbeat_server import read_attendance
 from consilium.flare.kit.key_lock import unlocked_key_files
-from consilium.flare.kit.kit_contents import (
+from consilium.flare.kit.kit_hardening import (
+    CLASSES,
+    COMM,
+    allowed_classes,
+    altered_files,
+    is_ours,
+    is_signed,
+    shadows_job_settings,
+    unsafe_scripts,
+)
+from consilium.flare.kit.kit_reader import (
     LOCKED,
     certificate_path,
     has_private_key,
@@ -56,21 +66,11 @@ from consilium.flare.kit.kit_contents import (
     relay_of,
     server_folders,
 )
-from consilium.flare.kit.kit_hardening import (
-    CLASSES,
-    COMM,
-    allowed_classes,
-    altered_files,
-    is_ours,
-    is_signed,
-    shadows_job_settings,
-    unsafe_scripts,
-)
 from consilium.flare.kit.local_folder import missing_components
 from consilium.flare.kit.processes import is_word, processes
 from consilium.flare.kit.revocation import has_revocation_check, revoked_until
 from consilium.privacy.accounting import VOID
-from consilium.privacy.ledger import Ledger, check
+from consilium.privacy.ledger import Ledger, check_no_lost_rows
 from consilium.privacy.secagg.certificates import fingerprint
 from consilium.privacy.secagg.sum_ledger import check_and_count_lines
 from consilium.report.tables import duration_text
@@ -332,7 +332,7 @@ def _examine_ledger(site: SiteConfig, kit: Path) -> Finding | str:
     """
     root = site.state or kit / STATE
     ledger = Ledger(site.privacy.ledger_in(root))
-    check(root, ledger)
+    check_no_lost_rows(root, ledger)
     found = f"{len(ledger.seals())} rows; none is missing that an audit record names"
     void = [entry for entry in ledger.entries() if entry.is_void]
     if not void:
@@ -416,7 +416,7 @@ CHECKS: tuple[tuple[str, tuple[str, ...], Callable[[Path], Finding | str]], ...]
     ("components", HOSTS, _examine_components),
     ("clock", PARTICIPANTS, examine_own_certificate),
     ("root", PARTICIPANTS, examine_root),
-    ("root fingerprint", PARTICIPANTS, root_fingerprint_text),
+    ("root fingerprint", PARTICIPANTS, root_certificate_fingerprint),
     (
         "revocation",
         ("server",),

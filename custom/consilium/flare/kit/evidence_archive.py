@@ -34,7 +34,7 @@ from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.schema import Section, validate
 from consilium.core.storage import write_atomic
 from consilium.flare.kit.certificates import fingerprints, parse_fingerprint
-from consilium.flare.kit.kit_contents import certificate_path, kit_name, private_key_path
+from consilium.flare.kit.kit_reader import certificate_path, kit_name, private_key_path
 from consilium.privacy import audit_log
 from consilium.privacy.ledger import Ledger
 

@@ -30,7 +30,7 @@ from consilium.flare.kit import revocation
 from consilium.flare.kit.audit_rotation import rotate_audit_log
 from consilium.flare.kit.connection_refusals import Cause
 from consilium.flare.kit.heartbeat_client import HEALTH, KEY, Facts, is_time, own_facts, valid_facts
-from consilium.flare.kit.kit_contents import server_folders
+from consilium.flare.kit.kit_reader import server_folders
 from consilium.flare.kit.revocation import latest_heartbeat
 
 MAX_SITES = 10_000

@@ -29,7 +29,7 @@ from consilium.core.storage import checkpoint_hash, read_json
 from consilium.federation.job_assembly import Job, assemble_job, checkpoint_of
 from consilium.federation.run_folders import STATE
 from consilium.flare.job.job_context import check_federated
-from consilium.flare.kit.kit_contents import kit_name, kit_role, participant_role, private_key_path, read_settings
+from consilium.flare.kit.kit_reader import kit_name, kit_role, participant_role, private_key_path, read_settings
 from consilium.privacy.accounting import epsilon_for
 from consilium.privacy.guard.guard import Guard
 from consilium.privacy.guard.task_schedule import site_run_id

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
 from consilium.core.errors import ConfigError
 from consilium.core.storage import read_json, write_atomic, write_json
-from consilium.flare.kit.kit_contents import LOCKED, certificate_path, private_key_path
+from consilium.flare.kit.kit_reader import LOCKED, certificate_path, private_key_path
 from consilium.flare.kit.processes import check_stopped
 
 MIN_PASSPHRASE = 12

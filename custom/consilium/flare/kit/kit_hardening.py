@@ -14,7 +14,7 @@ from nvflare.lighter.utils import load_crt, verify_content
 
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.storage import read_json, write_atomic, write_json
-from consilium.flare.kit.kit_contents import LOCKED, Settings, kit_role, read_settings
+from consilium.flare.kit.kit_reader import LOCKED, Settings, kit_role, read_settings
 
 COMM, RESOURCES = "comm_config.json", "resources.json"
 START, CONSOLE = "sub_start.sh", "fl_admin.sh"

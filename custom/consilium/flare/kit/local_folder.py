@@ -14,15 +14,6 @@ from consilium.core.storage import PUBLIC, read_json, write_atomic, write_json
 from consilium.federation.run_folders import RUNS, STATE
 from consilium.flare.job import late_join
 from consilium.flare.kit import heartbeat_client, heartbeat_server, revocation
-from consilium.flare.kit.kit_contents import (
-    ROLES,
-    certificate_path,
-    component_paths,
-    kit_name,
-    kit_role,
-    participant_role,
-    read_settings,
-)
 from consilium.flare.kit.kit_hardening import (
     ALLOW_LIST,
     CLASSES,
@@ -31,6 +22,15 @@ from consilium.flare.kit.kit_hardening import (
     harden_start_scripts,
     is_signed,
     shadow_job_settings,
+)
+from consilium.flare.kit.kit_reader import (
+    ROLES,
+    certificate_path,
+    component_paths,
+    kit_name,
+    kit_role,
+    participant_role,
+    read_settings,
 )
 from consilium.flare.kit.processes import check_stopped
 

@@ -39,7 +39,8 @@ from consilium.core.errors import ConfigError
 from consilium.core.storage import read_json, write_atomic, write_json
 from consilium.flare.kit.certificates import fingerprints, parse_fingerprint
 from consilium.flare.kit.connection_refusals import note_cause
-from consilium.flare.kit.kit_contents import (
+from consilium.flare.kit.kit_hardening import is_as_signed, is_signed
+from consilium.flare.kit.kit_reader import (
     LOCKED,
     RUN_FILES,
     certificate_path,
@@ -48,7 +49,6 @@ from consilium.flare.kit.kit_contents import (
     load_certificate,
     private_key_path,
 )
-from consilium.flare.kit.kit_hardening import is_as_signed, is_signed
 from consilium.flare.kit.processes import check_stopped
 from consilium.flare.kit.provision import FORMER, ROOT, ROOT_KEY, check_names, provision
 from consilium.report.tables import only_true

@@ -16,7 +16,7 @@ from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
 from consilium.core.storage import lock_folder, note, read_json
 from consilium.federation.run_folders import ATTENDANCE, STATE
-from consilium.flare.kit.kit_contents import component_paths, load_certificate
+from consilium.flare.kit.kit_reader import component_paths, load_certificate
 
 FILE = "revoked.json"
 """The file in the server kit's local/: {name: {"until": seconds since 1970}}."""

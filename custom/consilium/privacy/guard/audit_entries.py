@@ -201,7 +201,7 @@ class Charges:
 
     def check(self, rows: list[Entry]) -> None:
         """Raise RefusedError if these rows would exceed a budget. Writes nothing."""
-        self.ledger.check(rows, self.policy.budgets)
+        self.ledger.check_budget(rows, self.policy.budgets)
 
     def charge_training(self, row: Entry) -> None:
         """Charge DP-SGD training when it begins. Do nothing at site level."""

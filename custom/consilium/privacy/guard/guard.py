@@ -128,7 +128,7 @@ class Guard:
         task_schedule.check_round_phase(self.name, self.config, self.strategy, task, self.test_only)
         if task.run != self._admitted:
             self._admit(task.run)
-        ledger.check_seal(self.records, self.ledger, seal)
+        ledger.check_has_seal(self.records, self.ledger, seal)
         if kind is Kind.STATISTICS:
             self.terms.check(self.name, self.policy.requires_privacy, self.config.privacy is not None)
             disclosure_control.check_question(self.records, self.dataset, self.config, self.listed)
@@ -156,7 +156,7 @@ class Guard:
             check_policy(self.name, self.plan, self.policy)
         if self.masking:
             self.masking.check_admission()
-        ledger.check(self.records, self.ledger)
+        ledger.check_no_lost_rows(self.records, self.ledger)
         if self.replay and self.config.trains:
             ledger.check_dataset_name(self.name, self.dataset, self.listed, self.ledger)
             self.replay.charges.check(self.planned_rows(run))

@@ -77,7 +77,7 @@ def privatize_update(
     server maps their mean back with `mechanism.restore_update`. Otherwise return an update in the types of `update`. Raises
     RefusedError if the update has more tensors than the plan counts.
     """
-    plan.check_count(update)
+    plan.check_tensor_count(update)
     if plan.is_distributed_dpsgd:  # the update is a DP-SGD step's sum; training clipped and rounded each gradient
         if any(tensor.dtype is not torch.int64 for tensor in update.values()):
             raise RefusedError("release: a step's sum is not in whole units of the grid; nothing was sent")

@@ -84,7 +84,7 @@ class SiteRecord:
             self.save()
         if kept["question"] != asked:
             raise refusal_error(
-                f"this site has already answered {step} of this attempt, and the server now asks something different"
+                f"this site has answered {step} of this attempt already, and the server now asks another question"
             )
         return dict(kept["answer"])
 

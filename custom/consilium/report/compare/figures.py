@@ -195,7 +195,10 @@ def curves(scores: GroupScores, width: float = COLUMN) -> Drawn:
     found = {method: _curves_by_seed(scores, method) for method in scores.group.methods}
     drawn = [method for method, seeds in found.items() if seeds and len(next(iter(seeds.values()))) > 1]
     if not drawn:
-        return "no run validated this score at all sites in two rounds; training.validate.full: true validates every score"
+        return (
+            "no run validated this score at all sites in two rounds; name the model in training.validate.stages, and set "
+            "training.validate.full: true for scores that only the final evaluation computes"
+        )
     rounds = {method: list(next(iter(found[method].values()))) for method in drawn}
     steps = {method: scores.group.runs_of(method)[0].steps for method in drawn}
     by_steps = all(steps.values()) and len({one[-1] / (len(one) - 1) for one in steps.values()}) > 1
@@ -229,16 +232,19 @@ def curves(scores: GroupScores, width: float = COLUMN) -> Drawn:
     what = f"Learning curves: the mean over sites on validation data, {of_tables}, by {label}"
     alike = len({number_text(means[method][0]) if rounds[method][0] == 0 else method for method in drawn}) == 1 < len(drawn)
     begins = "The curves begin with the model before training." if alike else ""
-    return Plot(figure, _caption(scores, what, "Thin lines are single seeds.", begins), rows)
+    if any(run.is_pooled for run in scores.group.runs.values()):
+        begins += " Pooled data have no curve, because they are validated as one site."
+    return Plot(figure, _caption(scores, what, "Thin lines are single seeds.", begins.strip()), rows)
 
 
 def _curves_by_seed(scores: GroupScores, method: str) -> dict[str, Curve]:
     """Return a method's curves by seed: the validation score by round, as mean over sites.
 
     The sites are those that any run of the group validated. A seed is left out if it lacks a site, and a round is left out
-    unless all seeds have it at all sites.
+    unless all seeds have it at all sites. Pooled data have no curve, because they are validated as one site.
     """
-    curves = {key: run.validation_curves(scores.stage, scores.metric) for key, run in scores.group.runs.items()}
+    runs = {key: run for key, run in scores.group.runs.items() if not run.is_pooled}
+    curves = {key: run.validation_curves(scores.stage, scores.metric) for key, run in runs.items()}
     sites = {site for curve in curves.values() for site in curve}
     whole = {seed: one for (name, seed), one in curves.items() if name == method and one and set(one) == sites}
     rounds = sorted(set.intersection(*(set(curve) for one in whole.values() for curve in one.values()))) if whole else []
@@ -360,7 +366,16 @@ def heat_map(scores: GroupScores, width: float = COLUMN) -> Drawn:
     ]
     what = f"Scores by method and site, on the {scores.group.first.split} split"
     colours = f"Blue is better and red is worse than {zero} at the site."
-    return Plot(figure, _caption(scores, what, f"Numbers are means ± standard deviations over seeds.{missing}", colours), told)
+    return Plot(
+        figure,
+        _caption(
+            scores,
+            what,
+            f"Numbers are means ± standard deviations over seeds, without deviations that print as 0.000.{missing}",
+            colours,
+        ),
+        told,
+    )
 
 
 def _cell_text(values: Sequence[float], mark: str) -> str:

@@ -25,10 +25,12 @@ SECTIONS = ("strategy.", "model.", "adapter.", "task.", "training.", "federation
 """Sections of job.yaml with settings of a method."""
 COMMON = (
     "model.name", "model.variant", "model.checkpoint", "model.image_size", "model.dtype", "adapter.kind", "adapter.rank",
-    "adapter.alpha", "adapter.width", "adapter.targets", "adapter.decoder", "task.name", "task.loss", "task.augment",
+    "adapter.alpha", "adapter.width", "adapter.targets", "adapter.decoder", "task.name", "task.loss", "task.balance",
+    "task.augment",
     "training.rounds", "training.local_epochs", "training.local_steps", "training.batch_size", "training.accumulate",
     "training.optimizer", "training.lr", "training.schedule", "training.weight_decay", "training.momentum",
-    "training.precision", "federation.fraction_train", "privacy.unit", "privacy.epsilon", "data.most_training",
+    "training.optimizer_state", "training.precision", "federation.fraction_train", "federation.weighting",
+    "privacy.unit", "privacy.epsilon", "data.most_training",
 )  # fmt: skip
 """Settings that the table shows if all methods have the same value, by field of job.yaml."""
 MOST_FIELDS = 24
@@ -75,7 +77,7 @@ def cost_table(group: Group) -> Table:
                 rounds,
                 _known_mean_text(steps_of(runs), 0),
                 "the data" if pooled else sent,
-                _known_mean_text([run.seconds for run in runs], 1),
+                _known_mean_text([run.training_seconds for run in runs], 1),
                 epsilon,
             ]
         )
@@ -85,7 +87,7 @@ def cost_table(group: Group) -> Table:
         "parameters: how many train at a site; shared: how many of them are sent; steps: a site's optimizer steps, mean over "
         "sites; MiB: tensors up and down in training, all sites, with the parameters that each site receives when it joins, "
         "even if none are shared; seconds: the sites' training, summed; epsilon: none is not private": True,
-        "the methods do not all train the same set of parameters": len(sets) > 1,
+        "the methods do not all train the same parameters, as the numbers show": len(sets) > 1,
         **dict.fromkeys([*unequal_steps(group), *_fewer_pooled_samples_lines(group)], True),
         f"{MARK} without runs that have not all of it on record": any(c.endswith(MARK) for row in rows for c in row[1:]),
         **dict.fromkeys(early[:MOST_LISTED], True),

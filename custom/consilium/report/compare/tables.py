@@ -278,12 +278,16 @@ def _score_notes(scores: GroupScores, blocks: int, printed: bool, marked: bool) 
         for run in group.runs_of(method)[:1]
         if run.parameter_counts is not None and not run.parameter_counts[Role.SHARED] and not run.is_pooled
     ]
+    pooled = [method for method in scores.methods for run in group.runs_of(method)[:1] if run.is_pooled]
     meaning = group.first.scores.meanings.get(scores.metric.partition("/")[0], "")
     found = {
         meaning: meaning,
         f"{scores.stage}: {MEANT[scores.stage]}; pretrained: {MEANT[Stage.PRETRAINED]}": True,
         f"{first_names_text(alone)}: nothing is shared, so the global model is each site's own": (
             alone and scores.stage is Stage.GLOBAL
+        ),
+        f"{first_names_text(pooled)}: one model, trained on the data of all sites in one place": (
+            pooled and scores.stage is Stage.GLOBAL
         ),
         f"means are over {over}; seeds: those with all sites; mean by n: sites weighted by the samples they scored": True,
         f"test only, in no mean, rank or test: {', '.join(sorted(scores.test_only))}": scores.test_only,
@@ -378,7 +382,7 @@ def records(groups: Sequence[Group]) -> list[dict[str, Any]]:
         whole: dict[str, Any] = {
             "bytes": _int_if_whole(run.bytes),
             "steps": _int_if_whole(steps_of([run])[0]),
-            "seconds": run.seconds,
+            "seconds": run.training_seconds,
             "epsilon": run.epsilon,
             "run": run.name,
         }
