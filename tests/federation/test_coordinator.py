@@ -21,7 +21,8 @@ from consilium.runtime.engine import LocalTransport
 from consilium.server.checks import check_next_state
 from consilium.server.coordinator import Coordinator
 from consilium.strategies.fedit import FedIT
-from consilium.strategies.strategy import Role, ServerState
+from consilium.strategies.lora_fair import LoraFair
+from consilium.strategies.strategy import Role, ServerState, Strategy
 from tests.conftest import small_config
 
 MakeJob = Callable[..., Job]
@@ -389,13 +390,14 @@ WRONG_MERGES: dict[str, Callable[[ServerState], object]] = {
 }
 
 
+@pytest.mark.parametrize("strategy", [FedIT(), LoraFair()])  # one needs sums, the other each site's update
 @pytest.mark.parametrize("message", WRONG_MERGES)
-def test_a_merge_that_returns_no_next_state_is_one_line(message: str) -> None:
+def test_a_merge_that_returns_no_next_state_is_one_line(message: str, strategy: Strategy) -> None:
     before = ServerState(0, 0, {"a": torch.zeros(2, 3)}, {})
     after = replace(before, round=1)
-    check_next_state(FedIT(), before, after)
-    with pytest.raises(ConsiliumError, match=rf"strategy 'fedit': aggregate\(\) {message}"):
-        check_next_state(FedIT(), before, WRONG_MERGES[message](after))
+    check_next_state(strategy, ("a",), before, after)
+    with pytest.raises(ConsiliumError, match=rf"strategy '{strategy.name}': aggregate\(\) {message}"):
+        check_next_state(strategy, ("a",), before, WRONG_MERGES[message](after))
 
 
 def test_why_results_do_not_merge_is_said(small_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import yaml
@@ -98,6 +98,27 @@ def test_a_new_kit_is_well_for_jobs_with_generated_data(kit: Path, server: None)
 def test_a_path_that_breaks_jobs_is_a_problem(kit: Path) -> None:
     moved = kit.rename(kit.with_name("my kit"))
     assert "quotes" in problems(moved)["path"]
+
+
+def test_a_kit_that_every_user_may_change_is_a_problem_and_its_remedy_mends_it(kit: Path) -> None:
+    assert "mode" not in problems(kit)
+    (kit / "local" / "site.yaml").chmod(0o666)
+    line = problems(kit)["mode"]
+    assert f"{kit / 'local' / 'site.yaml'}: every user of this machine can change it; chmod -R go-w {kit}" in line
+    subprocess.run(line.split("; ")[1].split(",")[0].split(), check=True)
+    assert "mode" not in problems(kit)
+
+
+def test_a_state_that_cannot_be_written_is_a_problem(kit: Path, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    (kit / "local" / "site.yaml").write_text(f"state: {state}\n")
+    assert "state" not in problems(kit)  # it is made with the first job
+    state.write_text("")
+    assert f"{state}: `state` in site.yaml needs a folder, and this is a file; name a folder" in problems(kit)["state"]
+    state.unlink()
+    state.mkdir()
+    with patch("consilium.flare.kit.doctor.TemporaryFile", side_effect=PermissionError(13, "Permission denied")):
+        assert f"{state}: cannot be written (Permission denied)" in problems(kit)["state"]
 
 
 def test_missing_server_is_a_problem(kit: Path) -> None:

@@ -241,6 +241,11 @@ def test_two_packages_with_one_name_are_refused(tmp_path: Path, monkeypatch: pyt
             "class Own: pass",
             "entry point 'plugin_plain:Own': cannot be loaded (TypeError: it names the class Own",
         ),
+        (
+            "plugin_bare",
+            "from consilium.strategies.fedit import FedIT\n\nclass Own(FedIT):\n    name = 'plugin_bare'\n    eta: float = 1.0",
+            "class Own is no dataclass; write @dataclass(frozen=True) above it",
+        ),
         ("plugin_alias", TWIN % "other", "its class has the name 'other'; write 'plugin_alias' there"),
     ],
 )

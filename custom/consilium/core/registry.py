@@ -66,7 +66,10 @@ class Registry(Mapping[str, K], Generic[K]):
             raise ConfigError(
                 f"{self.what} {name!r}: {place!r} in the registry cannot be loaded ({why}); correct line or file"
             ) from None
-        return found[name] if isinstance(found, dict) else found
+        kind = found[name] if isinstance(found, dict) else found
+        if wrong := _undecorated_class(kind):
+            raise ConfigError(f"{self.what} {name!r}: {wrong}")
+        return kind
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._built_in)
@@ -98,6 +101,8 @@ class Registry(Mapping[str, K], Generic[K]):
                 if not fits:
                     sort = f"the class {kind.__name__}" if isinstance(kind, type) else f"a {type(kind).__name__}"
                     raise TypeError(f"it names {sort}, and what is wanted is a {self.sort.partition(':')[2]}")
+                if wrong := _undecorated_class(kind):
+                    raise TypeError(wrong)
                 _field_names(_section_class(kind))
             except Exception as error:  # any error, because it is another package's code
                 where = f"{self.what} {name!r}: package {_package_name(point)}, entry point {point.value!r}"
@@ -123,6 +128,14 @@ class Registry(Mapping[str, K], Generic[K]):
 
 def _package_name(point: EntryPoint) -> str:
     return point.dist.name if point.dist else ""
+
+
+def _undecorated_class(kind: object) -> str:
+    """Return an error if a class derives from a dataclass, has fields, and is none itself, so they do not count; else ""."""
+    if not isinstance(kind, type) or not is_dataclass(kind) or "__dataclass_params__" in vars(kind):
+        return ""
+    declared = any("ClassVar" not in str(one) for one in vars(kind).get("__annotations__", {}).values())
+    return f"class {kind.__name__} is no dataclass; write @dataclass(frozen=True) above it" if declared else ""
 
 
 def normalize_name(name: str) -> str:

@@ -125,9 +125,14 @@ def check_privacy(config: JobConfig, strategy: Strategy, initial: Tensors, sourc
         compares = traits.interpolation and traits.interpolation.examples
         if traits.refuses_records:
             uncharged = traits.refuses_records
-        elif reads or compares or (own and not traits.fits_only):
+        elif reads or compares:
             more = "more with records than privacy.unit record or patient charges"
             uncharged = f"strategy.name: {strategy.name!r} does {more}; use fedit"
+        elif own and not traits.fits_only:
+            uncharged = (
+                f"strategy.name: {strategy.name!r} has a local_update of its own, and privacy.unit record or patient charges "
+                "calls of fit alone; use fedit, or declare fits_only=True and the number of `fits` in its traits"
+            )
     if config.dpsgd and config.dpsgd.trust != "local":
         halves = ("receive", "local_update", "aggregate")
         changed = [half for half in halves if getattr(type(strategy), half) is not getattr(Strategy, half)]

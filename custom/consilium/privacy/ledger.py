@@ -296,8 +296,8 @@ def check_no_lost_rows(records: Path, ledger: Ledger, read: Mapping[Path, list[L
     for path, seal in _lost_seals(records, ledger, read):
         what = "is gone" if not ledger.path.is_file() else "lacks rows"
         raise RefusedError(
-            f"{ledger.path}: the privacy ledger {what}: {path} names the seal {seal[:16]}; nothing was sent; restore the file "
-            "from a backup, or run `consilium privacy accept` to go on with what is left",
+            f"{ledger.path}: the privacy ledger {what}: {path} names the seal {seal[:16]}; nothing was sent; check `state` in "
+            "site.yaml, restore the file from a backup, or run `consilium privacy accept` to go on with what is left",
             Reason.LEDGER,
         )
 
@@ -307,8 +307,8 @@ def check_has_seal(records: Path, ledger: Ledger, seal: str) -> None:
     if seal and seal not in {*ledger.seals(), *read_accepted_seals(records)}:
         raise RefusedError(
             f"{ledger.path}: the privacy ledger lacks rows: the server has received its seal {seal}; ledger and records are "
-            "older, or others; nothing was sent; restore the newest, or run `consilium privacy accept KIT "
-            f"--seal {seal} --reason TEXT` to go on without what is lost",
+            "older or others; nothing was sent; check `state` in site.yaml, restore the newest or run `consilium privacy accept "
+            f"KIT --seal {seal} --reason TEXT` to go on without what is lost",
             Reason.LEDGER,
         )
 

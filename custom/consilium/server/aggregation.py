@@ -73,10 +73,12 @@ def aggregate_results(job: Job, state: ServerState, mean: RoundResults) -> Serve
     except RuntimeError as error:  # a decomposition that does not converge
         why = " ".join(str(error).split())[:200]
         raise ConsiliumError(f"round {state.round + 1}: the results cannot be merged ({type(error).__name__}: {why})") from None
-    check_next_state(job.strategy, state, after)
+    check_next_state(job.strategy, job.initial, state, after)
     kept = [after.shared, after.matrices, after.optimizer, *after.sites.values()]
     if not all(torch.isfinite(tensor).all() for tensors in kept for tensor in tensors.values()):
-        raise ConsiliumError(f"round {state.round + 1}: the merged adapter has NaN or Inf; lower federation.max_norm_ratio")
+        raise ConsiliumError(
+            f"round {state.round + 1}: NaN or Inf in what {job.strategy.name} merged; lower federation.max_norm_ratio"
+        )
     return after
 
 

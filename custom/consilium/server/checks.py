@@ -5,7 +5,7 @@ The messages come from another machine. So types are checked before values are u
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Set, Sized
+from collections.abc import Collection, Iterable, Mapping, Set, Sized
 from typing import Any
 
 import torch
@@ -193,8 +193,8 @@ def _first_name(names: Iterable[Any]) -> str:
     return min(shown(name, 80) for name in names)
 
 
-def check_next_state(strategy: Strategy, state: ServerState, merged: ServerState | None) -> None:
-    """Raise ConsiliumError if the strategy's aggregate() returned no valid next state.
+def check_next_state(strategy: Strategy, adapter: Collection[str], state: ServerState, merged: ServerState | None) -> None:
+    """Raise ConsiliumError if the strategy's aggregate() returned no valid next state. `adapter`: names of the job's tensors.
 
     Otherwise the sites would refuse it for an unclear reason, or the run would never end.
     """
@@ -205,15 +205,16 @@ def check_next_state(strategy: Strategy, state: ServerState, merged: ServerState
         raise ConsiliumError(f"{who} stays in round {merged.round}; build on super().aggregate(), which counts")
     if wrong := [n for n, t in merged.optimizer.items() if not isinstance(t, Tensor)]:
         raise ConsiliumError(f"{who} put {wrong[0]!r} into optimizer, which is not a tensor; write torch.tensor(...)")
-    if strategy.traits.needs == "sums":  # others may send each site a different set of tensors
-        if lost := state.shared.keys() - merged.shared.keys():
-            raise ConsiliumError(f"{who} lost tensor {min(lost)!r}; return all of state.shared")
-        for name, tensor in state.shared.items():
-            if merged.shared[name].shape != tensor.shape:
-                raise ConsiliumError(
-                    f"{who} returned {name!r} with shape {tuple(merged.shared[name].shape)}, "
-                    f"expected {tuple(tensor.shape)}; keep the shape of every tensor"
-                )
+    # others may keep tensors of their own, of any shape, beside those of the adapter
+    fixed = state.shared.keys() if strategy.traits.needs == "sums" else state.shared.keys() & set(adapter)
+    if lost := fixed - merged.shared.keys():
+        raise ConsiliumError(f"{who} lost tensor {min(lost)!r}; return all of state.shared")
+    for name in sorted(fixed):
+        if merged.shared[name].shape != (shape := state.shared[name].shape):
+            raise ConsiliumError(
+                f"{who} returned {name!r} with shape {tuple(merged.shared[name].shape)}, "
+                f"expected {tuple(shape)}; keep the shape of every tensor"
+            )
 
 
 def refusals_text(reasons: Mapping[str, str], what: str = "gave no result") -> str:

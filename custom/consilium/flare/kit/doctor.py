@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from nvflare.apis.fl_exception import FLCommunicationError
 
@@ -224,6 +225,15 @@ def _examine_signature(kit: Path) -> str:
     return "startup/ is as it was made"
 
 
+def _examine_kit_mode(kit: Path) -> str:
+    """Return that other users of this machine cannot change what the kit runs or what the site allows."""
+    parts = [kit, *(path for name in ("startup", "local") for path in (kit / name, *sorted((kit / name).rglob("*"))))]
+    if open_to_all := [path for path in parts if not path.is_symlink() and path.exists() and path.stat().st_mode & 0o002]:
+        first = f"{open_to_all[0]}{f' and {len(open_to_all) - 1} more' if len(open_to_all) > 1 else ''}"
+        raise ConfigError(f"{first}: every user of this machine can change it; chmod -R go-w {kit}, and compare with a backup")
+    return "only its user and group can change it"
+
+
 def _examine_key(kit: Path) -> str:
     """Return whether the private key is there, belongs to the certificate, is private to its user, and is locked or not."""
     path, locked = private_key_path(kit), (kit / LOCKED).is_file()
@@ -311,6 +321,8 @@ def _examine_site(kit: Path) -> Iterator[Finding]:
     yield found
     if found.ok:
         site = load_site(file)
+        if site.state:
+            yield run_check("state", partial(_examine_site_state, site.state))
         yield run_check("approval", lambda: _examine_approval(site, kit))
         yield run_check("privacy ledger", lambda: _examine_ledger(site, kit))
         # if lines are lost, the site refuses jobs with secure aggregation and without noise
@@ -323,6 +335,19 @@ def _examine_site(kit: Path) -> Iterator[Finding]:
         components = read_settings(kit / "local" / "resources.json").get("components", [])
     yield examine_device(site, sum(one.get("args", {}).get("num_of_gpus", 0) for one in components))
     yield examine_disk(site.state or kit)
+
+
+def _examine_site_state(folder: Path) -> str:
+    """Return where the site keeps ledger, records and adapters. Raises ConfigError unless it can be written there."""
+    there = next(one for one in (folder, *folder.resolve().parents) if one.exists())
+    if not there.is_dir():
+        raise ConfigError(f"{there}: `state` in site.yaml needs a folder, and this is a file; name a folder")
+    try:
+        with TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{there}: cannot be written ({error.strerror}); mend it, or `state` in site.yaml") from None
+    return str(folder) if there == folder else f"{folder}: is made with the first job"
 
 
 def _examine_ledger(site: SiteConfig, kit: Path) -> Finding | str:
@@ -398,6 +423,7 @@ CHECKS: tuple[tuple[str, tuple[str, ...], Callable[[Path], Finding | str]], ...]
             "start it from an empty folder; the hub can make a new kit",
         ),
     ),
+    ("mode", PARTICIPANTS, _examine_kit_mode),
     ("key", PARTICIPANTS, _examine_key),
     ("settings", HOSTS, _examine_job_settings),
     ("FLARE's code", HOSTS, lambda kit: patches.check(str(kit_role(kit)))),
