@@ -307,8 +307,8 @@ def check_has_seal(records: Path, ledger: Ledger, seal: str) -> None:
     if seal and seal not in {*ledger.seals(), *read_accepted_seals(records)}:
         raise RefusedError(
             f"{ledger.path}: the privacy ledger lacks rows: the server has received its seal {seal}; ledger and records are "
-            "older or others; nothing was sent; check `state` in site.yaml, restore the newest or run `consilium privacy accept "
-            f"KIT --seal {seal} --reason TEXT` to go on without what is lost",
+            "older or others; nothing was sent; check `state` in site.yaml, restore the newest or run `consilium privacy "
+            f"accept KIT --seal {seal} --reason TEXT` to go on without what is lost",
             Reason.LEDGER,
         )
 
