@@ -19,7 +19,7 @@ from consilium.cli.main import main
 from consilium.cli.simulate import site_names
 from consilium.config.site import DatasetConfig, SiteConfig
 from consilium.core.errors import ConfigError
-from consilium.federation.simulated_sites import sites_record
+from consilium.federation.site_names import sites_record
 from consilium.report.live_view import LiveView
 from tests.conftest import JOBS, small_config
 

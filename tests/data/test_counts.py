@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from consilium.data.datalist import DataList, read_datalist
-from consilium.data.slices import expand
+from consilium.data.planes_and_tiles import expand
 from consilium.data.stats import OTHERS, Tally, tally
 from consilium.data.text import read_texts
 from consilium.tasks.classification import ClassificationConfig

@@ -17,8 +17,8 @@ from consilium.core.errors import DataError
 from consilium.data.datalist import SPLITS, Crop, DataList, Item, read_datalist
 from consilium.data.disk_cache import open_disk_cache
 from consilium.data.images import read_masks, read_picture, read_sample
+from consilium.data.planes_and_tiles import expand
 from consilium.data.settings import PictureSettings
-from consilium.data.slices import expand
 from consilium.tasks.segmentation import SegmentationConfig
 from consilium.tasks.segmentation.task import SegmentationTask
 from consilium.tasks.segmentation.unit_scores import spacing_of

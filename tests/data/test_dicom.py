@@ -14,8 +14,8 @@ from pydicom import Dataset, dcmread  # isort: skip
 from consilium.core.errors import DataError
 from consilium.data import volumes
 from consilium.data.datalist import read_datalist
+from consilium.data.planes_and_tiles import expand
 from consilium.data.safe_open import is_dicom
-from consilium.data.slices import expand
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it calls itself experimental

@@ -11,7 +11,7 @@ from consilium.data.class_checks import doubtful_name_findings
 from consilium.data.importers.base import Options
 from consilium.data.importers.registry import import_set
 from consilium.data.pairs import parse
-from consilium.federation.simulated_sites import site_names
+from consilium.federation.site_names import site_names
 from tests.conftest import JOBS, run
 from tests.data.hospitals import command, drawn, hospital, photo, said
 

@@ -15,8 +15,8 @@ from consilium.data.check_samples import check_sample
 from consilium.data.datalist import DataList, Item, read_datalist
 from consilium.data.grid import Grid, grid_difference, resample_labels
 from consilium.data.images import read_image, read_labels, read_sample
+from consilium.data.planes_and_tiles import expand
 from consilium.data.settings import Axis, PictureSettings
-from consilium.data.slices import expand
 
 ORIENTATIONS = [
     "".join(code)

@@ -13,8 +13,8 @@ from consilium.config.site import load_site
 from consilium.core.errors import DataError
 from consilium.data.datalist import read_datalist, with_job_labels
 from consilium.data.images import read_sample
+from consilium.data.planes_and_tiles import expand
 from consilium.data.settings import PictureSettings
-from consilium.data.slices import expand
 from tests.conftest import run
 
 CLASSES = {"disc": [1, 2], "cup": [2]}

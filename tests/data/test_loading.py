@@ -19,7 +19,7 @@ from consilium.data.cache import prefetch
 from consilium.data.check_samples import check_and_find_vanished, without_bad_samples
 from consilium.data.datalist import DataList, Loading, read_datalist
 from consilium.data.disk_cache import DiskCache
-from consilium.data.slices import expand
+from consilium.data.planes_and_tiles import expand
 from consilium.tasks.classification.task import ClassificationTask
 from consilium.tasks.segmentation.task import SegmentationTask
 from tests.data.storing import CLASSES, break_pixels, made

@@ -19,8 +19,8 @@ from consilium.data import slides
 from consilium.data.check import check_datalist
 from consilium.data.datalist import Item, read_datalist
 from consilium.data.images import read_image, read_labels, read_sample
+from consilium.data.planes_and_tiles import expand
 from consilium.data.settings import PictureSettings, TilesConfig
-from consilium.data.slices import expand
 
 ROWS, COLUMNS = 250, 330
 TILES = [(0, 0, 64, 64), (266, 186, 64, 64), (60, 50, 100, 90), (0, 0, COLUMNS, ROWS), (329, 249, 1, 1), (16, 16, 16, 16)]

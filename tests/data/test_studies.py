@@ -9,7 +9,7 @@ import pytest
 
 from consilium.data import volumes
 from consilium.data.datalist import Item, read_datalist
-from consilium.data.slices import expand
+from consilium.data.planes_and_tiles import expand
 from consilium.data.synthetic.organs import draw
 from consilium.data.synthetic.phantoms import habits, make_phantoms
 

@@ -22,10 +22,10 @@ from consilium.report.compare.figures import (
     Drawn,
     Plot,
     axis_figure,
-    bytes_figure,
     curves,
     first_numeric_axis,
     heat_map,
+    score_by_bytes_figure,
     style,
 )
 from consilium.report.compare.score_statistics import scores_of
@@ -107,7 +107,7 @@ def test_long_names_stay_inside_a_column(tmp_path: Path) -> None:
         )
         runs.append(read_finished_run(folder, str(index), {"method": f"{'a rather long name of a method, ' * 2}{index}"}))
     scores = scores_of(group_comparable(runs)[0][0], Stage.GLOBAL, "accuracy")
-    for make_one in (curves, heat_map, bytes_figure):
+    for make_one in (curves, heat_map, score_by_bytes_figure):
         with rc_context(STYLE):
             figure = drawing(make_one(scores, 3.5)).figure
             figure.draw_without_rendering()
@@ -151,7 +151,7 @@ def test_no_two_of_96_methods_look_alike() -> None:
 def test_a_method_without_a_whole_seed_is_named_in_a_plot(tmp_path: Path) -> None:
     folders = made(tmp_path, {"fedit": [[0.2, 0.6]], "ffa_lora": [[0.1, 0.1]]})
     change(folders[1], "s1", test__global__accuracy=math.nan)
-    figure = drawing(bytes_figure(accuracy(*folders))).figure
+    figure = drawing(score_by_bytes_figure(accuracy(*folders))).figure
     texts = [text.get_text().replace("\n", " ") for text in figure.axes[0].get_legend().get_texts()]
     assert texts == ["fedit", "ffa_lora (not drawn: see what is missing)"]
 
@@ -159,7 +159,7 @@ def test_a_method_without_a_whole_seed_is_named_in_a_plot(tmp_path: Path) -> Non
 def test_bytes_that_nobody_knows_are_not_none_sent(tmp_path: Path) -> None:
     folders = made(tmp_path, {"fedit": [[0.2]], "ffa_lora": [[0.1]]})
     (folders[1] / "metrics.jsonl").write_text("")
-    figure = drawing(bytes_figure(accuracy(*folders))).figure
+    figure = drawing(score_by_bytes_figure(accuracy(*folders))).figure
     texts = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert texts == ["fedit", "ffa_lora (not drawn: not known)"]
 

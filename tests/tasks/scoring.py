@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from consilium.data.datalist import read_datalist
-from consilium.data.slices import expand
+from consilium.data.planes_and_tiles import expand
 from consilium.tasks.segmentation import SegmentationConfig
 from consilium.tasks.segmentation.task import SegmentationTask
 

@@ -42,7 +42,7 @@ def entries_of(folder: Path, *annotated: list[str] | None) -> list[dict[str, Any
 
 def batch_of(folder: Path, *annotated: list[str] | None) -> tuple[Any, dict[str, Tensor]]:
     task = task_of(folder, entries_of(folder, *annotated), classes=CLASSES)
-    samples = [task._with_annotated_mask("test", i, task._samples("test", i)) for i in range(len(annotated))]
+    samples = [task._with_annotated_classes("test", i, task._samples("test", i)) for i in range(len(annotated))]
     return task, task._collate(samples)
 
 
@@ -84,7 +84,7 @@ def test_a_sample_alone_is_computed_as_if_its_split_held_no_other(tmp_path: Path
     for others in ([], [["disc"]]):
         (folder := tmp_path / str(len(others))).mkdir()
         task = task_of(folder, entries_of(folder, None, *others), classes=CLASSES)
-        alone = task._collate([task._with_annotated_mask("test", 0, task._samples("test", 0))])
+        alone = task._collate([task._with_annotated_classes("test", 0, task._samples("test", 0))])
         kept.append(alone.keys())
     assert kept[0] == kept[1]
     assert "annotated" not in kept[0]
@@ -129,7 +129,7 @@ def test_training_batches_say_what_is_annotated_only_where_something_is_not(tmp_
     (tmp_path / "d.json").write_text(json.dumps({"training": entries, "test": entries[1:]}))
     task = SegmentationTask(read_datalist(tmp_path / "d.json"), CLASSES, 8, prompt="box")
     assert task.batch([1, 0], 0)["annotated"].tolist() == [[1, 1], [0, 1]]
-    assert "annotated" not in task._with_annotated_mask("test", 0, {})
+    assert "annotated" not in task._with_annotated_classes("test", 0, {})
 
 
 def test_a_name_that_is_no_class_is_refused(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from consilium.federation.saved_model import SavedModel, convert_changes_to_para
 from consilium.models.sam.network import build_sam
 from consilium.use import export_formats
 from consilium.use.export import export
+from consilium.use.export_folder import check_destination, write_record
 from consilium.use.model import open_model
-from consilium.use.output_folder import check_destination, write_record
 from tests.conftest import run, small_config, small_text
 from tests.use.handing import CELLS, FUNDUS, HERE, changed, loaded, run_peft_card, trained
 

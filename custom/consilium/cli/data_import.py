@@ -25,7 +25,7 @@ from consilium.data.pairs import parse
 from consilium.data.partition import partition, partition_texts
 from consilium.data.synthetic.phantoms import KINDS, make_phantoms, refuse_overwriting_real_data
 from consilium.data.text import has_texts
-from consilium.federation.simulated_sites import MOST_SITES
+from consilium.federation.site_names import MOST_SITES
 from consilium.report.tables import Table, columns
 
 CLUSTERS = "consilium.models.causal_lm.text_embeddings:text_clusters"

@@ -10,8 +10,8 @@ from consilium.cli.options import CheckpointsOption, show
 from consilium.core.sanitize import LONGEST_LINE, shown
 from consilium.use.base_model_import import import_model
 from consilium.use.export import Format, check_exportable, export
+from consilium.use.export_folder import check_destination
 from consilium.use.model import adapter_folder, open_model
-from consilium.use.output_folder import check_destination
 
 GIB = 2**30
 

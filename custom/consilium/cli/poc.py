@@ -22,7 +22,7 @@ from consilium.core.errors import ConfigError, ConsiliumError, JobError, Unreach
 from consilium.core.lazy import call
 from consilium.core.sanitize import rich_line, shown
 from consilium.core.storage import make_private_folder
-from consilium.federation.simulated_sites import site_names
+from consilium.federation.site_names import site_names
 from consilium.flare.admin.session import connect
 from consilium.flare.admin.submission_folder import check_submission, delete_on_failure, prepare
 from consilium.flare.kit.certificates import NO_PROXIES

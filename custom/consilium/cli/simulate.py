@@ -19,7 +19,7 @@ from consilium.core.lazy import call
 from consilium.core.sanitize import rich_line, shown
 from consilium.core.schema import validate
 from consilium.data.folders import describe_renames, folder_of
-from consilium.federation.simulated_sites import check_same_sites, read_recorded_sites, site_names, unused_state_warning
+from consilium.federation.site_names import check_same_sites, read_recorded_sites, site_names, unused_state_warning
 from consilium.flare.job.simulator import Simulator
 from consilium.flare.kit.processes import is_word
 from consilium.report.live_view import LiveView

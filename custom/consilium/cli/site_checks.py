@@ -63,7 +63,7 @@ def approve(
     """Approve a job at a site with `approve: digest` in its site.yaml.
 
     Shows what the job would do here, what it would spend of the site's budget, what leaves, and whether the site would refuse
-    it. Then it asks. Nothing is approved before the answer y.
+    it. Then it asks. Without `--yes`, nothing is approved before the answer y.
     """
     if sum((job is not None, listed, bool(revoke))) != 1:
         raise ConfigError("JOB, --list, --revoke: give exactly one")

@@ -183,7 +183,7 @@ def _read_json_object(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         text = file.read(MOST_NOTES + 1)
     if len(text) > MOST_NOTES:
-        raise ValueError(f"{path}: over {MOST_NOTES:,} bytes; restore it")
+        raise ValueError(f"{path}: over {MOST_NOTES:,} bytes; restore it from a backup")
     try:
         found = json.loads(text)
     except RecursionError:

@@ -18,7 +18,7 @@ from PIL import Image
 
 from consilium.core.errors import DataError, UnfitError
 from consilium.core.grouping import group_by_key
-from consilium.data import class_checks, images, pictures, slices, slides, volumes
+from consilium.data import class_checks, images, pictures, planes_and_tiles, slides, volumes
 from consilium.data.check_report import PATIENT
 from consilium.data.class_checks import class_name
 from consilium.data.datalist import SCORED, DataList, Item, cropped_item, files_of, with_lost_recorded
@@ -123,7 +123,7 @@ def check_sample(item: Item, settings: PictureSettings, classes: Classes, size: 
                 )
                 found.warnings.append(("turned by its EXIF tag", what))
         if size and found.classes and isinstance(classes, Mapping):
-            for part in slices.planes_or_tiles(item, settings):
+            for part in planes_and_tiles.planes_or_tiles(item, settings):
                 part = part if settings.crop is None else cropped_item(part, settings.crop, SCORED)
                 found.vanished_classes.update(find_vanished_classes(part, read_labels(part, settings), classes, size, settings))
     except DataError as error:
@@ -139,7 +139,7 @@ def _add_image(found: SampleReport, item: Item, settings: PictureSettings) -> np
     is_volume, whole = volumes.is_volume(item.image), False
     if not is_volume and item.tile is None and slides.is_cut_into_tiles(item.image, settings):
         shape = slides.shape(item.image, level_of(settings))
-        found.size, found.planes = pictures.size_text(shape), len(list(slices.planes_or_tiles(item, settings)))
+        found.size, found.planes = pictures.size_text(shape), len(list(planes_and_tiles.planes_or_tiles(item, settings)))
         some = slides.sample_tiles(item.image, level_of(settings))
         if max(int(one.max()) for one in some) == min(int(one.min()) for one in some):
             found.warnings.append(("constant image", "in the parts that were read"))

@@ -234,7 +234,7 @@ def check_and_clean_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Keys must be names that do not begin with `_`. Text values must not be paths, addresses or sentences. Implementations must
     be part of `transformers`. The check does not import `transformers`, so it runs when a job is read.
-    `keep_listed_keys` of listed_keys.py also checks by architecture.
+    `keep_listed_keys` of untrusted_config.py also checks by architecture.
     """
     found: dict[str, Any] = _checked(dict(config), "", "")
     return found

@@ -27,7 +27,7 @@ _counting: list["itertools.count[int]"] = []
 class _NoNumbers(TorchFunctionMode):
     """Skips drawing normal numbers. On the meta device torch would load its compiler for them, 2 seconds per server process.
 
-    torch.randn returns zeros on the CPU, for models that compute while they are built; SAM does so with a few hundred numbers.
+    Some models compute while they are built, SAM with a few hundred numbers. For them torch.randn returns zeros on the CPU.
     """
 
     def __torch_function__(

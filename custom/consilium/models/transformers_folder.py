@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 
 from consilium.core.errors import STOPS, CheckpointError, ConfigError
 from consilium.models.architecture import config_values, refuse_gguf
-from consilium.models.listed_keys import keep_listed_keys
+from consilium.models.untrusted_config import keep_listed_keys
 from consilium.models.untrusted_folder import TOKENS, WANTED, link_tokenizer, link_weights, read_json
 from consilium.models.untrusted_tokenizer import check_backend
 from consilium.models.weight_files import no_progress_bar

@@ -122,7 +122,7 @@ class RunRecord:
 
     @property
     def rounds_before_final_evaluation(self) -> int:
-        """The number of rounds before the final evaluation."""
+        """The planned rounds, or the round in which early stopping ended the run."""
         return int(self.early_end["round"] if self.early_end else self.settings["training.rounds"])
 
     @cached_property

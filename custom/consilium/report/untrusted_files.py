@@ -136,7 +136,7 @@ def read_events(path: Path) -> tuple[list[Line], int, int]:
             found.append(line | read | {"time": as_finite_float(line.get("time"))})
         except (ValidationError, OverflowError):
             wrong += 1
-    return without_repeats(found), torn + wrong, wrong
+    return without_replaced_events(found), torn + wrong, wrong
 
 
 def read_lines(path: Path) -> tuple[list[Line], int]:
@@ -160,8 +160,8 @@ def read_lines(path: Path) -> tuple[list[Line], int]:
     return found, damaged
 
 
-def without_repeats(lines: Iterable[Line]) -> list[Line]:
-    """Return the events as an uninterrupted run would have written them. Events that a resumed run repeats are there once."""
+def without_replaced_events(lines: Iterable[Line]) -> list[Line]:
+    """Return the events as an uninterrupted run would have written them: of those that a resumed run wrote again, the last."""
     found: list[Line] = []
     for line in lines:
         if line["event"] == "resumed":

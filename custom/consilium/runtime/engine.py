@@ -14,7 +14,7 @@ from consilium.core.storage import write_json
 from consilium.data.disk_cache import clear_cache_if_present
 from consilium.federation.job_assembly import Job
 from consilium.federation.job_consistency import refuse_first
-from consilium.federation.simulated_sites import sites_record
+from consilium.federation.site_names import sites_record
 from consilium.privacy.secagg.certificates import FOLDER as IDENTITIES, SERVER, make_simulated_identities, read_root
 from consilium.runtime.run_loop import RunLoop, Take
 from consilium.runtime.side_by_side import SideBySide, one_by_one_event, why_one_by_one

@@ -30,7 +30,7 @@ from consilium.training.joint_forward import (
     check_joint_outputs,
     check_random_state_unchanged,
     forward_together,
-    joined_part,
+    part_run_for_all_sites,
     random_state,
     set_random_state,
 )
@@ -91,7 +91,7 @@ class SideBySide:
         self._checked, self._refused, self._told = set[object](), False, False
         self._running: dict[int | None, _Worker] = {}
         for site in sites.values():
-            part = joined_part(site.context.model)
+            part = part_run_for_all_sites(site.context.model)
             vars(part)["forward"] = partial(self._forward, site.context.model, part, part.forward)
             site.context.backward = self._backward
             site.context.before_saving = self._before_saving

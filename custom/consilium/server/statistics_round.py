@@ -43,7 +43,7 @@ class StatisticsRound:
     def accept(self, name: str, values: Any) -> None:
         """Store a site's statistics. Raises RefusedError for a site that was not asked, and for invalid values."""
         if name not in self.asked or name in self.found:
-            raise RefusedError(f"{name}: statistics that nobody asked for")
+            raise RefusedError(f"{name}: was not asked for statistics, or has sent them already")
         found = SiteStatistics.read(values)
         check_site_statistics(self.config, found)
         self.found[name] = found

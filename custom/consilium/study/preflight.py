@@ -20,7 +20,7 @@ from consilium.core.errors import ConfigError
 from consilium.core.storage import file_hash, make_private_folder, write_atomic
 from consilium.estimates.compute import Samples, Work, flops_per_sample, generated_samples, run_flops
 from consilium.federation.job_assembly import assemble_job, checkpoint_of
-from consilium.federation.simulated_sites import site_names
+from consilium.federation.site_names import site_names
 from consilium.study.definition import Cell, GridErrors, Study
 from consilium.study.records import save_flops
 

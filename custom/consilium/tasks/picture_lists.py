@@ -10,7 +10,7 @@ from consilium.data.datalist import DataList, Lost, read_datalist
 from consilium.tasks.registry import Change
 
 _check_datalist = lazy("consilium.data.check:check_datalist")
-_expand = lazy("consilium.data.slices:expand")
+_expand = lazy("consilium.data.planes_and_tiles:expand")
 
 
 def usable_reader(classes: bool) -> Callable[[Path, list[Lost]], DataList]:

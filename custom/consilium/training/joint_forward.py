@@ -35,7 +35,7 @@ def copy_sharing_base(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared if id(tensor) not in own})
 
 
-def joined_part(model: nn.Module) -> nn.Module:
+def part_run_for_all_sites(model: nn.Module) -> nn.Module:
     """Return the part of a model that runs for all sites at once.
 
     Of a language model it is the decoder without the output layer, which reads only learned tokens.

@@ -36,7 +36,7 @@ from consilium.models.untrusted_folder import INDEX, WEIGHTS, name_field_in_erro
 from consilium.models.weight_files import no_progress_bar, save_text_model
 from consilium.report.tables import only_true
 from consilium.tasks.language.prompts import Prompt
-from consilium.use.output_folder import LICENCES, check_destination, new_folder
+from consilium.use.export_folder import LICENCES, check_destination, new_folder
 
 PROVENANCE = "provenance.json"
 UNKNOWN = "unknown"

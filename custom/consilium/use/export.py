@@ -29,9 +29,9 @@ from consilium.models.weight_files import HEAD_FILE, tensor_names
 from consilium.report.run_record import job_of
 from consilium.use import export_formats
 from consilium.use.base_model_import import UNKNOWN, licence_of
+from consilium.use.export_folder import LICENCES, check_destination, new_folder, write_record
 from consilium.use.export_formats import ENVIRONMENT
 from consilium.use.model import TrainedModel
-from consilium.use.output_folder import LICENCES, check_destination, new_folder, write_record
 
 Format = Literal["peft", "merged", "bundle", "onnx"]
 

@@ -27,7 +27,7 @@ from consilium.federation.saved_model import (
     load_except_missing_blocks,
     read_adapter_folder,
 )
-from consilium.federation.simulated_sites import read_recorded_sites, site_names
+from consilium.federation.site_names import read_recorded_sites, site_names
 from consilium.report.results_table import CrossSiteMatrix, cross_site_matrix
 from consilium.report.run_files import VERSIONS, incompatible_version
 from consilium.report.run_record import cell_folder, job_of, join_names

@@ -18,8 +18,8 @@ from consilium.core.sanitize import shown
 from consilium.data import volumes
 from consilium.data.datalist import DataList, Item
 from consilium.data.images import read_image, resize, unpadded_size
+from consilium.data.planes_and_tiles import expand
 from consilium.data.safe_open import PICTURES, read_text
-from consilium.data.slices import expand
 from consilium.tasks.segmentation import PROMPTS
 from consilium.training.device import autocast
 from consilium.use.model import TrainedModel

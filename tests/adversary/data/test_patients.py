@@ -22,7 +22,7 @@ from consilium.data.importers.table import read_table
 from consilium.data.importers.write_datalists import arrange_by_site
 from consilium.data.partition import share_out, split_list
 from consilium.data.patients import patients_and_most_samples, training_indices_by_patient
-from consilium.data.slices import expand
+from consilium.data.planes_and_tiles import expand
 from consilium.data.stats import site_stats, tally
 from consilium.data.text import read_texts
 from consilium.federation.job_assembly import assemble_job

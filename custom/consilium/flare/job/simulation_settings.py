@@ -6,7 +6,7 @@ from typing import Any
 
 from consilium.config.site import SIMULATION, Given, TrackingConfig, find_site
 from consilium.core.storage import read_json, write_json
-from consilium.federation.simulated_sites import sites_record
+from consilium.federation.site_names import sites_record
 
 OUTPUT = "CONSILIUM_OUTPUT"
 """Environment variable of a simulation's processes: the folder for the files of the server and the sites."""

@@ -384,7 +384,7 @@ def _cell_text(values: Sequence[float], mark: str) -> str:
     return f"{mean(values):.3f}{mark}" + (f"\n±{spread}" if float(spread) else "") if values else ""
 
 
-def bytes_figure(scores: GroupScores, width: float = COLUMN) -> Drawn:
+def score_by_bytes_figure(scores: GroupScores, width: float = COLUMN) -> Drawn:
     """Draw mean scores against MiB sent and received, on a logarithmic scale. A method that sends none is a horizontal line.
 
     A method without a complete seed, or with unknown bytes, is named in the legend only.
@@ -458,5 +458,5 @@ def _caption(scores: GroupScores, text: str, of_seeds: str, more: str = "") -> s
     return f"{text}. {score} {of_seeds if count > 1 else ''}".strip() + f" {more}" * bool(more)
 
 
-PLOTS = {"curves": curves, "along": axis_figure, "sites": heat_map, "bytes": bytes_figure}
+PLOTS = {"curves": curves, "along": axis_figure, "sites": heat_map, "bytes": score_by_bytes_figure}
 """Functions that draw a picture or return the reason why they cannot, by file name."""

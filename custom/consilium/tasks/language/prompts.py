@@ -238,15 +238,12 @@ class Prompt:
             raise _chat_error(f"the tokenizer has no template to take: {shown(' '.join(str(error).split()), 200)}") from None
 
 
-def _common_prefix_length(behind: str, ending: str, names: Iterable[str]) -> int:
-    """Return how many characters after an answer equal those of `ending`, without splitting a special token.
-
-    `behind`: the text after an earlier answer. `ending`: the text after the last one. `names`: the special tokens.
-    """
-    pairs = enumerate(zip(behind, ending, strict=False))
-    end = next((at for at, (one, other) in pairs if one != other), min(len(behind), len(ending)))
-    for name in names:
-        for found in re.finditer(re.escape(name), ending):
+def _common_prefix_length(after_earlier: str, after_last: str, special_tokens: Iterable[str]) -> int:
+    """Return how many characters after an earlier answer equal those after the last one, without splitting a special token."""
+    pairs = enumerate(zip(after_earlier, after_last, strict=False))
+    end = next((at for at, (one, other) in pairs if one != other), min(len(after_earlier), len(after_last)))
+    for name in special_tokens:
+        for found in re.finditer(re.escape(name), after_last):
             if found.start() < end < found.end():
                 end = found.start()
     return end

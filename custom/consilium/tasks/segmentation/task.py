@@ -114,7 +114,7 @@ class SegmentationTask(SampledTask):
 
         def augmented(index: int, raw: CachedSample) -> Sample:
             moved = augment(raw, seed, index) if self.augment else to_float(index, raw)
-            return self._with_annotated_mask("training", index, self._add_prompt(moved, seed_for(seed, self._prompt, index)))
+            return self._with_annotated_classes("training", index, self._add_prompt(moved, seed_for(seed, self._prompt, index)))
 
         found = self._samples.map("training", indices, augmented)
         return self._collate([sample for _, sample in found])
@@ -140,7 +140,7 @@ class SegmentationTask(SampledTask):
         units, losses, count = Units(items, self.scores, full), 0.0, 0
         with evaluating(model):
             for part in self._samples.parts(split, batch_size, order(items, self.scores)):
-                samples = [self._with_annotated_mask(split, i, self._add_prompt(sample)) for i, sample in part]
+                samples = [self._with_annotated_classes(split, i, self._add_prompt(sample)) for i, sample in part]
                 if not samples:
                     continue
                 logits, label, annotated = self._forward(model, self._collate(samples))
@@ -271,7 +271,7 @@ class SegmentationTask(SampledTask):
     def _annotated_classes(self, item: Item) -> Tensor:
         return torch.tensor([item.annotated is None or name in item.annotated for name in self.classes])
 
-    def _with_annotated_mask(self, split: str, index: int, sample: Sample) -> Sample:
+    def _with_annotated_classes(self, split: str, index: int, sample: Sample) -> Sample:
         """Return the sample, with "annotated" (C,) added if its site did not annotate all classes in it."""
         item = self.data.splits[split][index]
         if item.annotated is None or (known := self._annotated_classes(item)).all():
