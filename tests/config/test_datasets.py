@@ -171,3 +171,13 @@ def test_a_kits_site_yaml_keeps_label_values_whole() -> None:
     again = SiteConfig.model_validate(json.loads(json.dumps(given.model_dump(mode="json"))))
     assert again == given
     assert set(again.datasets["a"].labels or {}) == {1, "LV"}
+
+
+def test_fields_that_lost_their_indentation_are_sent_back_to_their_section(tmp_path: Path) -> None:
+    (tmp_path / "site.yaml").write_text("privacy:\nbudgets: {record: {epsilon: 5}}\ndataset: ward\n")
+    with pytest.raises(ConfigError) as wrong:
+        load_site(tmp_path / "site.yaml")
+    assert "budgets: unknown field; write privacy.budgets instead" in str(wrong.value)
+    assert "dataset: unknown field; write privacy.dataset instead" in str(wrong.value)
+    (tmp_path / "site.yaml").write_text("privacy:\n  budgets: {record: {epsilon: 5}}\n  dataset: ward\n")
+    assert load_site(tmp_path / "site.yaml").privacy.dataset == "ward"

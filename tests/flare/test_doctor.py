@@ -23,7 +23,7 @@ import yaml
 from consilium.cli import site_checks as cli_doctor
 from consilium.client import machine_check
 from consilium.client.finding import Finding
-from consilium.core.errors import UnreachableError
+from consilium.core.errors import Reason, UnreachableError
 from consilium.federation.run_folders import ATTENDANCE, STATE
 from consilium.flare.kit import certificates, connection_refusals, doctor
 from consilium.flare.kit.connection_refusals import Cause
@@ -107,6 +107,15 @@ def test_a_kit_that_every_user_may_change_is_a_problem_and_its_remedy_mends_it(k
     assert f"{kit / 'local' / 'site.yaml'}: every user of this machine can change it; chmod -R go-w {kit}" in line
     subprocess.run(line.split("; ")[1].split(",")[0].split(), check=True)
     assert "mode" not in problems(kit)
+
+
+@pytest.mark.parametrize(("days", "shown"), [(0.0, True), (4.0, False)])
+def test_the_last_refusal_of_the_last_days_is_shown(days: float, shown: bool, kit: Path, tmp_path: Path) -> None:
+    (kit / "local" / "site.yaml").write_text(f"state: {tmp_path / 'state'}\n")
+    entry = {"kind": "refusal", "reason": Reason.LEDGER, "time": time.time() - days * 86400}
+    AuditLog(tmp_path / "state/runs/ward-3/audit.jsonl").add(entry)
+    lines = [f.line() for f in examine(kit) if f.check == "last refusal"]
+    assert [": ledger: the site's privacy ledger or record cannot be used" in line for line in lines] == [True] * shown
 
 
 def test_a_state_that_cannot_be_written_is_a_problem(kit: Path, tmp_path: Path) -> None:

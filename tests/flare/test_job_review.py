@@ -15,6 +15,7 @@ from consilium.client import approval
 from consilium.config.job import JobConfig, load_job
 from consilium.core.errors import ConfigError
 from consilium.data.synthetic.phantoms import make_phantoms
+from consilium.federation.job_assembly import assemble_job
 from consilium.flare.job.recipe import export_simulation_job
 from consilium.flare.kit.job_review import MARGIN, Review, review
 from tests.conftest import JOBS, run, small_config
@@ -60,6 +61,15 @@ def test_job_is_weighed_against_the_budget(budget: float, refused: bool, kit: Pa
     assert "epsilon 8 " in shown
     assert ("REFUSED" in shown) is refused
     assert "8 with this job" in json.loads(json.dumps(found.to_dict(), allow_nan=False))["review"]["budget"][0]
+
+
+def test_numbers_of_all_phases_of_a_round_are_counted(kit: Path, tmp_path: Path) -> None:
+    """DEeR sends every B, then every A."""
+    config = small_config("deer")
+    initial = assemble_job(config).initial
+    assert {name.rpartition("lora_")[2] for name in initial} == {"A", "B"}
+    text = " ".join(" ".join(reviewed(kit, tmp_path, config, "").lines()).split())
+    assert f"each round: up to {sum(t.numel() for t in initial.values()):,} trained numbers in {len(initial)} tensors" in text
 
 
 def test_base_model_with_another_hash_than_the_job_names_is_refused(kit: Path, tmp_path: Path) -> None:

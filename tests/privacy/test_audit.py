@@ -53,6 +53,11 @@ def test_every_message_is_on_record_as_it_left(small_job: MakeJob, tmp_path: Pat
     assert "validation/personalized/dice" in last["metrics"]
     assert messages[2]["tensors"] == {}
     assert not any("privacy" in m for m in messages)
+    table = markdown(audit_log.read_with_epsilon(path)).partition("Values that left beside tensors")[2]
+    names = {name for m in messages for part in ("values", "scalars", "metrics") for name in m.get(part, {})}
+    assert len(names) > 12  # more than the table of messages has room for
+    assert [name for name in sorted(names) if f"| {name} |" not in table.replace("\\_", "_")] == []
+    assert "| num_samples | 1 | 4 |" in table.replace("\\_", "_")
 
 
 def private(**section: object) -> Job:

@@ -328,7 +328,7 @@ def test_captions_define_the_models_and_count_finished_seeds(tmp_path: Path) -> 
         "Global: the aggregate that the server sends at the end",
         "pretrained: the frozen model, not adapted.",
         "Alone: nothing is shared, so the global model is each site's own.",
-        "Means are over 2 sites, of 1 of 2 seeds; seeds: those with all sites",
+        "Means are over 2 sites, of 1 of 2 seeds; the column seeds counts those that have all sites",
     ):
         assert part in text
 

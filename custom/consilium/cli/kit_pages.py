@@ -134,7 +134,7 @@ def run_page(kit: Path, name: str) -> str:
         if (record := found["record"]) is None:
             texts.append(TOO_LARGE if found["too_large"] else "This record cannot be read. `consilium audit` says why.")
         else:
-            tables = [(one, ()) for one in (found["messages"], found["tensors"]) if one is not None]
+            tables = [(one, ()) for one in (found["messages"], *found["details"])]
             broken, behind = record["broken_line"], "the one before it."
             chain = f"Every line follows {behind}" if broken is None else f"ALTERED: line {broken} does not follow {behind}"
             try:

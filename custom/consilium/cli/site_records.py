@@ -22,7 +22,7 @@ from consilium.privacy.audit_log import FILE, read_with_epsilon
 from consilium.privacy.ledger import Ledger, accept as go_on, check_no_lost_rows, summary
 from consilium.privacy.secagg import sum_ledger
 from consilium.privacy.secagg.sum_ledger import FILE as SUMS
-from consilium.report.audit_tables import message_and_tensor_tables, privacy_texts
+from consilium.report.audit_tables import privacy_texts, record_tables
 from consilium.report.tables import markdown_text as markdown_of
 
 
@@ -227,5 +227,4 @@ def markdown(found: dict[str, Any]) -> str:
         f"- seal: {found['seal']}",
         *(f"- {markdown_cell(text, 4000)}" for text in privacy_texts(messages)),
     ]
-    tables = [one for one in message_and_tensor_tables(found, "", strict=True) if one is not None]
-    return "\n".join([*lines, "", markdown_of(tables)])
+    return "\n".join([*lines, "", markdown_of(record_tables(found, "", strict=True))])

@@ -39,9 +39,14 @@ class Reason(StrEnum):
     ERROR = "error"
 
     @property
+    def meaning(self) -> str:
+        """The meaning of the reason, in a few words."""
+        return _TEXTS[self]
+
+    @property
     def text(self) -> str:
         """The meaning of the reason, for people at the server."""
-        return f"{_TEXTS[self]}; the site's log says which"
+        return f"{self.meaning}; the site's log says which"
 
 
 _TEXTS = {

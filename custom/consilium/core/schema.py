@@ -303,7 +303,7 @@ def _meant_field(model: type[BaseModel], raw: Any, plugins: Any, fields: list[st
     close = [*SYNONYMS.get(word.lower(), "").split(), *difflib.get_close_matches(word[:64], own, n=2)]
     close += [] if word in last else difflib.get_close_matches(word[:64], last, n=2)
     elsewhere = [one for one in fields if one.rpartition(".")[2] == word]
-    candidates = [".".join([*section, name]) for name in close if name in own] + (elsewhere if len(elsewhere) == 1 else [])
+    candidates = (elsewhere if len(elsewhere) == 1 else []) + [".".join([*section, name]) for name in close if name in own]
     candidates += [one for name in close for one in fields if one.rpartition(".")[2] == name]
     for candidate in dict.fromkeys(candidates):
         tried = copy.deepcopy(raw)
@@ -324,7 +324,9 @@ def _meant_field(model: type[BaseModel], raw: Any, plugins: Any, fields: list[st
 
 def _get_or_create_section(raw: Any, section: list[str]) -> Any:
     for name in section:
-        raw = raw.setdefault(name, {})
+        if raw.get(name) is None:  # as `privacy:` is where the lines below it lost their indentation
+            raw[name] = {}
+        raw = raw[name]
     return raw
 
 

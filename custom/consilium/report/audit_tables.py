@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from consilium.core.sanitize import shown
+from consilium.core.sanitize import first_names_text, shown
 from consilium.privacy.accounting import VOID
 from consilium.privacy.audit_log import FILE, is_void
 from consilium.report.tables import Table, columns, only_true, size_text, timestamp_text
@@ -44,11 +44,11 @@ class _Message(BaseModel):
     step: str = ""
 
 
-def message_and_tensor_tables(record: Mapping[str, Any], run: str, strict: bool = False) -> tuple[Table, Table | None]:
-    """Return a table of the messages in an audit record, see audit_log.py, and one of their tensors, None without tensors.
+def record_tables(record: Mapping[str, Any], run: str, strict: bool = False) -> list[Table]:
+    """Return the tables of an audit record, see audit_log.py: its messages, their tensors, and all else that was in them.
 
-    `run`: the end of both titles. A message of a form that no guard writes is counted in a note; if `strict`, it raises
-    ValueError.
+    A table without rows is left out. `run`: the end of all titles. A message of a form that no guard writes is counted in a
+    note; if `strict`, it raises ValueError.
     """
     messages, unread = list[_Message](), 0
     for one in record["messages"]:
@@ -64,7 +64,12 @@ def message_and_tensor_tables(record: Mapping[str, Any], run: str, strict: bool 
         seen.setdefault(key, []).append(tensor.norm)
     rows = [[*key, str(len(v)), f"{min(v):.4g} to {max(v):.4g}"] for key, v in sorted(seen.items())][:MOST_ROWS]
     heads = columns("tensor", "shape", "type", "times", "norm")
-    tensors = Table(f"Tensors that left, as sent{run}", heads, rows) if rows else None
+    tensors = Table(f"Tensors that left, as sent{run}", heads, rows)
+    beside: dict[str, list[Any]] = {}
+    for name, value in (pair for one in messages for pair in (one.values | one.scalars | one.metrics).items()):
+        beside.setdefault(shown(name, 160), []).append(value)
+    rows = [[name, str(len(found)), _range_or_words(found)] for name, found in sorted(beside.items())][:MOST_ROWS]
+    others = Table(f"Values that left beside tensors{run}", columns("what", "times", "values"), rows)
     rows = []
     for one in messages[:MOST_ROWS]:
         epsilon, there = as_finite_float(one.privacy.get("epsilon")), one.tensors.values()
@@ -92,7 +97,16 @@ def message_and_tensor_tables(record: Mapping[str, Any], run: str, strict: bool 
         f"{unread} messages are not as we write them; see consilium audit.": unread,
     }
     heads = columns("time", "message", "round", "tensors", "bytes", "norm", "epsilon so far", "beside them")
-    return Table(f"Messages that left this site{run}", heads, rows, only_true(notes)), tensors
+    overview = Table(f"Messages that left this site{run}", heads, rows, only_true(notes))
+    return [overview, *(table for table in (tensors, others) if table.rows)]
+
+
+def _range_or_words(values: Sequence[Any]) -> str:
+    """Return the smallest and largest of numbers, or the different texts, at most ten."""
+    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+        ends = [f"{value:.4g}" for value in (min(values), max(values))]
+        return " to ".join(dict.fromkeys(ends))
+    return first_names_text(list(dict.fromkeys(shown(str(value), 90) or "nothing" for value in values)), 10)
 
 
 def privacy_texts(messages: Sequence[Mapping[str, Any]]) -> list[str]:

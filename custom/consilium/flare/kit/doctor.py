@@ -25,7 +25,7 @@ from consilium.client.machine_check import (
     run_check,
 )
 from consilium.config.site import SiteConfig, load_kit_site, load_site
-from consilium.core.errors import ConfigError
+from consilium.core.errors import ConfigError, Reason
 from consilium.core.sanitize import count_with_noun
 from consilium.federation.run_folders import STATE
 from consilium.flare import patches
@@ -40,7 +40,7 @@ from consilium.flare.kit.certificates import (
     server_address,
 )
 from consilium.flare.kit.connection_refusals import Cause
-from consilium.flare.kit.heartbeat_client import why_certificate_invalid
+from consilium.flare.kit.heartbeat_client import last_refusal, why_certificate_invalid
 from consilium.flare.kit.heartbeat_server import read_attendance
 from consilium.flare.kit.key_lock import unlocked_key_files
 from consilium.flare.kit.kit_hardening import (
@@ -74,12 +74,14 @@ from consilium.privacy.accounting import VOID
 from consilium.privacy.ledger import Ledger, check_no_lost_rows
 from consilium.privacy.secagg.certificates import fingerprint
 from consilium.privacy.secagg.sum_ledger import check_and_count_lines
-from consilium.report.tables import duration_text
+from consilium.report.tables import duration_text, timestamp_text
 
 NO_ANSWER = 120.0
 """Seconds without an answer to a heartbeat after which a running site has a problem. FLARE sends one every 30 s."""
 TEMPORARY = (Path("/tmp"), Path("/var/tmp"))
 """Folders whose files a restart of the machine may delete."""
+REFUSED_LATELY = 3 * 86400.0
+"""Seconds for which the doctor shows the last refusal of a job by the site."""
 GUARD = {"task_data_filters": GuardTaskFilter, "task_result_filters": GuardResultFilter}
 
 
@@ -328,6 +330,11 @@ def _examine_site(kit: Path) -> Iterator[Finding]:
         # if lines are lost, the site refuses jobs with secure aggregation and without noise
         sums = "lines; none is missing that an audit record names"
         yield run_check("ledger of sums", lambda: f"{check_and_count_lines(site.state or kit / STATE)} {sums}")
+        refused = last_refusal(site.state or kit / STATE)
+        if time.time() - refused.get("refused_at", 0.0) < REFUSED_LATELY:
+            when, reason = timestamp_text(refused["refused_at"]), Reason(refused["refusal"])
+            advice = "it may be mended by now; the site's log names the job and the cause"
+            yield Finding("last refusal", f"{when}: {reason}: {reason.meaning}", advice=advice)
         yield from examine_datasets(site)
         yield from examine_checkpoints(site)
     components = []

@@ -7,6 +7,7 @@ job would. It writes nothing to the ledger and the records.
 import json
 import tempfile
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -261,11 +262,14 @@ def _sent_lines(job: Job, site: SiteConfig, cost: Cost | None) -> Iterator[str]:
         if private is not None and private.trust == "central":
             noise = f"clipped to {private.clip:g}; the server adds the noise"
         masked = "; masked, so that the server learns sums only" if config.secure_aggregation is not None else ""
-        places = [place for place in job.strategy.traits.phase_schedule() if place[0] < config.training.rounds]
-        sent = [job.strategy.names(job.initial, Role.SHARED, *place) for place in places]
-        numbers = max((sum(job.initial[name].numel() for name in names) for names in sent), default=0)
-        tensors = len({name for names in sent for name in names})
-        yield f"each round: up to {numbers:,} trained numbers in {tensors} tensors, {noise}{masked}"
+        numbers, tensors = Counter[int](), set[str]()
+        for round, phase in job.strategy.traits.phase_schedule():
+            if round < config.training.rounds:
+                names = job.strategy.names(job.initial, Role.SHARED, round, phase)
+                numbers[round] += sum(job.initial[name].numel() for name in names)
+                tensors |= {*names}
+        most = max(numbers.values(), default=0)
+        yield f"each round: up to {most:,} trained numbers in {len(tensors)} tensors, {noise}{masked}"
     if config.statistics:
         least = max(config.statistics.minimum, site.statistics_minimum)
         yield f"once: counts of your data, none of fewer than {least} patients"

@@ -421,7 +421,8 @@ def score_by_bytes_figure(scores: GroupScores, width: float = COLUMN) -> Drawn:
         for seed, value in zip(scores.complete_seeds(method), values, strict=True)
     ]
     what = "The mean over sites against MiB sent and received, by all sites"
-    return Plot(figure, _caption(scores, what, BARS), rows)
+    lines = "A dashed line is a method that sends no updates." if any(x <= 0 for x, _ in points.values()) else ""
+    return Plot(figure, _caption(scores, what, BARS, lines), rows)
 
 
 def _label_axes(axis: Any, scores: GroupScores, label: str, width: float, value: str = "") -> None:

@@ -86,7 +86,7 @@ def cost_table(group: Group) -> Table:
     notes = {
         "parameters: how many train at a site; shared: how many of them are sent; steps: a site's optimizer steps, mean over "
         "sites; MiB: tensors up and down in training, all sites, with the parameters that each site receives when it joins, "
-        "even if none are shared; seconds: the sites' training, summed; epsilon: none is not private": True,
+        "even if none are shared; seconds: the sites' training, summed; epsilon none: without privacy": True,
         "the methods do not all train the same parameters, as the numbers show": len(sets) > 1,
         **dict.fromkeys([*unequal_steps(group), *_fewer_pooled_samples_lines(group)], True),
         f"{MARK} without runs that have not all of it on record": any(c.endswith(MARK) for row in rows for c in row[1:]),

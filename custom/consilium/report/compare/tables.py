@@ -289,15 +289,16 @@ def _score_notes(scores: GroupScores, blocks: int, printed: bool, marked: bool) 
         f"{first_names_text(pooled)}: one model, trained on the data of all sites in one place": (
             pooled and scores.stage is Stage.GLOBAL
         ),
-        f"means are over {over}; seeds: those with all sites; mean by n: sites weighted by the samples they scored": True,
+        f"means are over {over}; the column seeds counts those that have all sites; mean by n: sites weighted by the samples "
+        "they scored": True,
         f"test only, in no mean, rank or test: {', '.join(sorted(scores.test_only))}": scores.test_only,
         f"no score of this metric at: {first_names_text(scores.unscored_sites)}": scores.unscored_sites,
         "the 95 % intervals over seeds are percentile bootstraps of the mean; few seeds make them too narrow": (
             planned >= FEWEST_SEEDS
         ),
-        f"95 % seeds needs {FEWEST_SEEDS} seeds: {planned} here say nothing of how sure a mean is": planned < FEWEST_SEEDS,
-        f"the 95 % intervals of the test set join each site's bootstrap over its patients, or over its {unit}s if its list "
-        f"names none, {apart}, by MOVER; their width is the mean over seeds": any(
+        f"95 % seeds: none, because an interval over seeds needs at least {FEWEST_SEEDS}": planned < FEWEST_SEEDS,
+        f"95 % test set: each site's bootstrap over its patients, or over its {unit}s if its list names none; joined by MOVER "
+        f"(Zou and Donner 2008), with {apart}; the width is the mean over seeds": any(
             patients_interval(scores, method) for method in scores.scored_methods
         ),
         "too many sites for a column each: .csv and .json have them": scores.columns != scores.sites,

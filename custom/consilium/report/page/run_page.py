@@ -14,7 +14,7 @@ from consilium.core.sanitize import count_with_noun, first_names_text, shown
 from consilium.privacy.accounting import VOID
 from consilium.privacy.audit_log import FILE, read_with_epsilon
 from consilium.privacy.ledger import Ledger, summary
-from consilium.report.audit_tables import message_and_tensor_tables
+from consilium.report.audit_tables import record_tables
 from consilium.report.compare import PAGE
 from consilium.report.compare.comparability import Group
 from consilium.report.compare.figures import COLOURS, PLOTS
@@ -240,8 +240,8 @@ def audit_section(path: Path) -> dict[str, Any]:
         record = read_with_epsilon(path)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {"record": None, "too_large": False, "why": f"{path} cannot be read as a record; see consilium audit."}
-    messages, tensors = message_and_tensor_tables(record, f", run {shown(path.parent.name, 80)}")
-    return {"record": record, "messages": messages, "tensors": tensors}
+    messages, *details = record_tables(record, f", run {shown(path.parent.name, 80)}")
+    return {"record": record, "messages": messages, "details": details}
 
 
 def ledger_path(folder: Path) -> Path | None:
