@@ -121,11 +121,11 @@ def test_the_page_of_an_audit(tmp_path: Path) -> None:
     audit_log.AuditLog(tmp_path / audit_log.FILE).add(line | {"reason": HOSTILE})
     page = cli_audit.markdown(audit_log.read_with_epsilon(tmp_path / audit_log.FILE))
     check(page, markdown=True)
-    titles = ["### Messages that left this site", "### Tensors that left, as sent"]
+    titles = ["### Messages that left this site", "### Tensors that left, as sent", "### Values that left beside tensors"]
     assert [x for x in page.splitlines() if x.startswith("#")] == [page.splitlines()[0], *titles]
     rows = [x for x in page.splitlines() if x.startswith("|")]
     columns = [len(re.findall(r"(?<!\\)\|", row)) for row in rows]
-    assert columns == [9] * 4 + [6] * 3  # no row has grown
+    assert columns == [9] * 4 + [6] * 3 + [4] * 3  # no row has grown
 
 
 def test_what_is_wrong_is_said_in_visible_lines(capsys: pytest.CaptureFixture[str]) -> None:
