@@ -109,10 +109,17 @@ def test_a_kit_that_every_user_may_change_is_a_problem_and_its_remedy_mends_it(k
     assert "mode" not in problems(kit)
 
 
-@pytest.mark.parametrize(("days", "shown"), [(0.0, True), (4.0, False)])
-def test_the_last_refusal_of_the_last_days_is_shown(days: float, shown: bool, kit: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("time_of", "shown"),
+    [(lambda now: now, True), (lambda now: now - 4 * 86400, False)]
+    + [(lambda now, odd=odd: odd, False) for odd in ("soon", None, [], 10**400, float("nan"))],
+)
+def test_the_last_refusal_of_the_last_days_is_shown(
+    time_of: Callable[[float], Any], shown: bool, kit: Path, tmp_path: Path
+) -> None:
+    """An edited record, with a time that is none, does not stop the other checks."""
     (kit / "local" / "site.yaml").write_text(f"state: {tmp_path / 'state'}\n")
-    entry = {"kind": "refusal", "reason": Reason.LEDGER, "time": time.time() - days * 86400}
+    entry = {"kind": "refusal", "reason": Reason.LEDGER, "time": time_of(time.time())}
     AuditLog(tmp_path / "state/runs/ward-3/audit.jsonl").add(entry)
     lines = [f.line() for f in examine(kit) if f.check == "last refusal"]
     assert [": ledger: the site's privacy ledger or record cannot be used" in line for line in lines] == [True] * shown

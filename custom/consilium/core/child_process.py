@@ -28,16 +28,9 @@ class ChildProcess:
 
     def __init__(self, work: Callable[[connection.Connection], None], threads: int, context: Context = SPAWN) -> None:
         self.pipe, theirs = context.Pipe()
-        limits = "OMP_NUM_THREADS" not in os.environ  # a number that the user has set stays
-        with ignore_sigint():
-            if limits:
-                os.environ["OMP_NUM_THREADS"] = str(threads)
-            try:
-                self.process: BaseProcess = context.Process(target=work, args=(theirs,), daemon=True)
-                self.process.start()
-            finally:
-                if limits:
-                    del os.environ["OMP_NUM_THREADS"]
+        with ignore_sigint(), _limit_threads(threads):
+            self.process: BaseProcess = context.Process(target=work, args=(theirs,), daemon=True)
+            self.process.start()
         theirs.close()
 
     def end(self) -> str:
@@ -99,6 +92,19 @@ def ignore_sigint() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _limit_threads(count: int) -> Iterator[None]:
+    """Make processes that are started in the block use `count` threads, unless OMP_NUM_THREADS is already set."""
+    if "OMP_NUM_THREADS" in os.environ:
+        yield
+        return
+    os.environ["OMP_NUM_THREADS"] = str(count)
+    try:
+        yield
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
 
 
 def exit_with_parent() -> None:

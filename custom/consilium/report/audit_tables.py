@@ -1,7 +1,8 @@
-"""Tables of the messages that left a site and of their tensors, for a site's page and for `consilium audit`."""
+"""Tables of what left a site: messages, tensors and the values beside them. For its page and `consilium audit`."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -9,11 +10,11 @@ from pydantic import BaseModel, ValidationError
 from consilium.core.sanitize import first_names_text, shown
 from consilium.privacy.accounting import VOID
 from consilium.privacy.audit_log import FILE, is_void
-from consilium.report.tables import Table, columns, only_true, size_text, timestamp_text
+from consilium.report.tables import Column, Table, columns, only_true, size_text, timestamp_text
 from consilium.report.untrusted_files import Number, as_finite_float
 
 MOST_ROWS = 500
-"""Messages and tensors that are listed, at most. Further messages are counted in a note."""
+"""Most rows of a table. The others are counted in a note."""
 
 
 class _Tensor(BaseModel):
@@ -43,12 +44,17 @@ class _Message(BaseModel):
     what: str = ""
     step: str = ""
 
+    @property
+    def beside(self) -> dict[str, Any]:
+        """What the message has beside tensors, by name."""
+        return self.values | self.scalars | self.metrics
+
 
 def record_tables(record: Mapping[str, Any], run: str, strict: bool = False) -> list[Table]:
-    """Return the tables of an audit record, see audit_log.py: its messages, their tensors, and all else that was in them.
+    """Return the tables of an audit record, see audit_log.py: its messages, their tensors, and the values beside these.
 
-    A table without rows is left out. `run`: the end of all titles. A message of a form that no guard writes is counted in a
-    note; if `strict`, it raises ValueError.
+    A table of tensors or values without rows is left out. `run`: the end of all titles. A message of a form that no guard
+    writes is counted in a note; if `strict`, it raises ValueError.
     """
     messages, unread = list[_Message](), 0
     for one in record["messages"]:
@@ -58,55 +64,63 @@ def record_tables(record: Mapping[str, Any], run: str, strict: bool = False) -> 
             if strict:
                 raise
             unread += 1
-    seen: dict[tuple[str, str, str], list[float]] = {}
-    for name, tensor in (pair for message in messages for pair in message.tensors.items()):
-        key = (shown(name, 160), "x".join(map(str, tensor.shape)), shown(tensor.dtype, 20))
-        seen.setdefault(key, []).append(tensor.norm)
-    rows = [[*key, str(len(v)), f"{min(v):.4g} to {max(v):.4g}"] for key, v in sorted(seen.items())][:MOST_ROWS]
-    heads = columns("tensor", "shape", "type", "times", "norm")
-    tensors = Table(f"Tensors that left, as sent{run}", heads, rows)
-    beside: dict[str, list[Any]] = {}
-    for name, value in (pair for one in messages for pair in (one.values | one.scalars | one.metrics).items()):
-        beside.setdefault(shown(name, 160), []).append(value)
-    rows = [[name, str(len(found)), _range_or_words(found)] for name, found in sorted(beside.items())][:MOST_ROWS]
-    others = Table(f"Values that left beside tensors{run}", columns("what", "times", "values"), rows)
-    rows = []
-    for one in messages[:MOST_ROWS]:
-        epsilon, there = as_finite_float(one.privacy.get("epsilon")), one.tensors.values()
-        norm = "" if one.masked or not there else f"{math.sqrt(sum(tensor.norm**2 for tensor in there)):.4g}"
-        said = [
-            f"{shown(key, 60)} {value:.4g}" if isinstance(value, float) else shown(f"{key} {value}", 90)
-            for key, value in (one.values | one.scalars | one.metrics).items()
-        ]
-        more = f" and {len(said) - 6} more" if len(said) > 6 else ""
-        asked = "" if one.round is None or one.round < 0 else f"{one.round + 1}"
-        row = [
-            "-" if one.time is None else timestamp_text(one.time),
-            shown(one.kind, 40),
-            asked + (f", phase {one.phase + 1}" if asked and one.phase else ""),
-            str(len(there)),
-            size_text(sum(tensor.bytes for tensor in there)),
-        ]
-        told = shown(one.reason or one.what or one.step) or ", ".join(said[:6]) + more
-        hidden = f"masked; read by nobody alone; threshold {one.masked.threshold} of {one.masked.asked}" if one.masked else ""
-        row += [norm, "" if epsilon is None else f"{epsilon:.4g}", "; ".join(part for part in (hidden, told) if part)]
-        rows.append(row)
-    left = len(messages) - len(rows)
-    notes = {
-        f"{left} more messages are in {FILE}.": left > 0,
-        f"{unread} messages are not as we write them; see consilium audit.": unread,
-    }
+    wrong = {f"{unread} messages are not as we write them; see consilium audit.": unread}
     heads = columns("time", "message", "round", "tensors", "bytes", "norm", "epsilon so far", "beside them")
-    overview = Table(f"Messages that left this site{run}", heads, rows, only_true(notes))
-    return [overview, *(table for table in (tensors, others) if table.rows)]
+    overview = _first_rows(f"Messages that left this site{run}", heads, map(_message_row, messages), len(messages), wrong)
+    norms: dict[tuple[str, str, str], list[float]] = {}
+    values: dict[str, list[Any]] = {}
+    for message in messages:
+        for name, tensor in message.tensors.items():
+            key = (shown(name, 160), "x".join(map(str, tensor.shape)), shown(tensor.dtype, 20))
+            norms.setdefault(key, []).append(tensor.norm)
+        for name, value in message.beside.items():
+            values.setdefault(shown(name, 160), []).append(value)
+    rows = ([*key, str(len(v)), f"{min(v):.4g} to {max(v):.4g}"] for key, v in sorted(norms.items()))
+    heads = columns("tensor", "shape", "type", "times", "norm")
+    tensors = _first_rows(f"Tensors that left, as sent{run}", heads, rows, len(norms))
+    rows = ([name, str(len(v)), _range_or_words(v)] for name, v in sorted(values.items()))
+    beside = _first_rows(f"Values that left beside tensors{run}", columns("what", "times", "values"), rows, len(values))
+    return [overview, *(table for table in (tensors, beside) if table.rows)]
+
+
+def _first_rows(
+    title: str, heads: list[Column], rows: Iterable[list[str]], count: int, notes: Mapping[str, object] = {}
+) -> Table:
+    """Return a table of the first MOST_ROWS of `count` rows, with a note on the others, and those of `notes` that hold."""
+    more = {f"{count - MOST_ROWS} more are in {FILE}.": count > MOST_ROWS}
+    return Table(title, heads, list(islice(rows, MOST_ROWS)), only_true({**more, **notes}))
+
+
+def _message_row(one: _Message) -> list[str]:
+    """Return a message's row: the reason of a refusal, or else its first six values, and how many more there are."""
+    epsilon, there = as_finite_float(one.privacy.get("epsilon")), one.tensors.values()
+    norm = "" if one.masked or not there else f"{math.sqrt(sum(tensor.norm**2 for tensor in there)):.4g}"
+    said = [
+        f"{shown(key, 60)} {value:.4g}" if isinstance(value, float) else shown(f"{key} {value}", 90)
+        for key, value in one.beside.items()
+    ]
+    more = f" and {len(said) - 6} more" if len(said) > 6 else ""
+    told = shown(one.reason or one.what or one.step) or ", ".join(said[:6]) + more
+    hidden = f"masked; read by nobody alone; threshold {one.masked.threshold} of {one.masked.asked}" if one.masked else ""
+    asked = "" if one.round is None or one.round < 0 else f"{one.round + 1}"
+    return [
+        "-" if one.time is None else timestamp_text(one.time),
+        shown(one.kind, 40),
+        asked + (f", phase {one.phase + 1}" if asked and one.phase else ""),
+        str(len(there)),
+        size_text(sum(tensor.bytes for tensor in there)),
+        norm,
+        "" if epsilon is None else f"{epsilon:.4g}",
+        "; ".join(part for part in (hidden, told) if part),
+    ]
 
 
 def _range_or_words(values: Sequence[Any]) -> str:
-    """Return the smallest and largest of numbers, or the different texts, at most ten."""
-    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
-        ends = [f"{value:.4g}" for value in (min(values), max(values))]
+    """Return the smallest and the largest if all are numbers; else the different texts, at most ten."""
+    if all(as_finite_float(value) is not None for value in values):
+        ends = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in (min(values), max(values))]
         return " to ".join(dict.fromkeys(ends))
-    return first_names_text(list(dict.fromkeys(shown(str(value), 90) or "nothing" for value in values)), 10)
+    return first_names_text(list(dict.fromkeys(shown(value, 90) or "nothing" for value in values)), 10)
 
 
 def privacy_texts(messages: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -75,6 +75,7 @@ from consilium.privacy.ledger import Ledger, check_no_lost_rows
 from consilium.privacy.secagg.certificates import fingerprint
 from consilium.privacy.secagg.sum_ledger import check_and_count_lines
 from consilium.report.tables import duration_text, timestamp_text
+from consilium.report.untrusted_files import as_finite_float
 
 NO_ANSWER = 120.0
 """Seconds without an answer to a heartbeat after which a running site has a problem. FLARE sends one every 30 s."""
@@ -331,10 +332,10 @@ def _examine_site(kit: Path) -> Iterator[Finding]:
         sums = "lines; none is missing that an audit record names"
         yield run_check("ledger of sums", lambda: f"{check_and_count_lines(site.state or kit / STATE)} {sums}")
         refused = last_refusal(site.state or kit / STATE)
-        if time.time() - refused.get("refused_at", 0.0) < REFUSED_LATELY:
-            when, reason = timestamp_text(refused["refused_at"]), Reason(refused["refusal"])
-            advice = "it may be mended by now; the site's log names the job and the cause"
-            yield Finding("last refusal", f"{when}: {reason}: {reason.meaning}", advice=advice)
+        at = as_finite_float(refused.get("refused_at"))  # the record may have been edited
+        if at is not None and time.time() - at < REFUSED_LATELY:
+            reason, advice = Reason(refused["refusal"]), "it may be mended by now; the site's log names the job and the cause"
+            yield Finding("last refusal", f"{timestamp_text(at)}: {reason}: {reason.meaning}", advice=advice)
         yield from examine_datasets(site)
         yield from examine_checkpoints(site)
     components = []

@@ -191,8 +191,8 @@ def roster_keys(
 
 
 # simulated identities --------------------------------------------------------------------------------------------------
-# A simulation makes a root certificate and the sites' keys itself, for one run on one machine. The protocol runs with them as
-# with real ones, but they protect nobody. The run's folder holds them until the run ends, so that it can be resumed.
+# A simulation makes a root certificate and the sites' keys itself, for one run on one machine. The protocol is the
+# same as with real keys, but these protect nobody. They stay in the run's folder until the run ends, for a resumed run.
 
 FOLDER = "identities"
 ROOT, SERVER = "simulation", "server"

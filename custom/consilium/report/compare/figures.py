@@ -231,10 +231,10 @@ def curves(scores: GroupScores, width: float = COLUMN) -> Drawn:
     of_tables = f"not on the {scores.group.first.split} data of the tables"
     what = f"Learning curves: the mean over sites on validation data, {of_tables}, by {label}"
     alike = len({number_text(means[method][0]) if rounds[method][0] == 0 else method for method in drawn}) == 1 < len(drawn)
-    begins = "The curves begin with the model before training." if alike else ""
-    if any(run.is_pooled for run in scores.group.runs.values()):
-        begins += " Pooled data have no curve, because they are validated as one site."
-    return Plot(figure, _caption(scores, what, "Thin lines are single seeds.", begins.strip()), rows)
+    pooled = any(run.is_pooled for run in scores.group.runs.values())
+    told = ["The curves begin with the model before training."] * alike
+    told += ["Pooled data have no curve, because they are validated as one site."] * pooled
+    return Plot(figure, _caption(scores, what, "Thin lines are single seeds.", " ".join(told)), rows)
 
 
 def _curves_by_seed(scores: GroupScores, method: str) -> dict[str, Curve]:
