@@ -117,3 +117,8 @@ def test_paths_of_windows_are_read(tmp_path: Path) -> None:
         tmp_path, {"training": [{"image": "images\\a.png", "label": ".\\images\\m.png"}]}, "images/a.png", "images/m.png"
     )
     assert read_datalist(path).splits["training"] == (Item(tmp_path / "images/a.png", tmp_path / "images/m.png"),)
+
+
+def test_a_null_patient_is_none(tmp_path: Path) -> None:
+    data = read_datalist(write(tmp_path, {"training": [{"image": "a.png", "patient": None, "study": None}]}, "a.png"))
+    assert data.splits["training"] == (Item(tmp_path / "a.png", None),)

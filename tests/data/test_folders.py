@@ -42,3 +42,8 @@ def test_a_site_may_be_such_a_folder_but_a_split_is_no_site(tmp_path: Path) -> N
     assert not is_site_folder(tmp_path / "train")
     assert not has_classes(tmp_path / "empty")
     assert find_site("site-1", Given(tmp_path)).datalist == tmp_path / "site-1"
+
+
+def test_hidden_files_of_a_mac_are_no_pictures(tmp_path: Path) -> None:
+    data = read_datalist(fill(tmp_path, "a/1.png", "a/._1.png", "b/1.png", "b/._1.png"))
+    assert [item.image.name for item in data.splits["training"]] == ["1.png", "1.png"]

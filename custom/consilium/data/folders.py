@@ -137,7 +137,8 @@ def subfolders(folder: Path) -> list[Path]:
 
 
 def _pictures(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.iterdir() if p.name.lower().endswith(PICTURES))
+    # a Mac writes a hidden file ._a.png beside a.png
+    return sorted(p for p in folder.iterdir() if p.name.lower().endswith(PICTURES) and not p.name.startswith("."))
 
 
 # names of sites ------------------------------------------------------------------------------------------------------------

@@ -176,7 +176,8 @@ def _read_csv(source: Path) -> tuple[list[str], Iterator[Row]]:
     while first and (not first.strip() or SEPARATOR.fullmatch(first.strip("\r\n"))):
         said = said or SEPARATOR.fullmatch(first.strip("\r\n"))
         before, first = before + 1, next(lines, "")
-    reader = csv.DictReader(chain([first], lines), delimiter=said[1] if said else max(",;\t", key=first.count))
+    bare = re.sub(r'"[^"]*"', "", first)  # quoted headings may hold any of the separators
+    reader = csv.DictReader(chain([first], lines), delimiter=said[1] if said else max(",;\t", key=bare.count))
     there = reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
     if picture := next((name for name in there if _is_picture_path(source, name)), None):
         raise DataError(
