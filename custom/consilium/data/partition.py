@@ -291,7 +291,8 @@ def _read_records(source: Path, by: str, classify_texts: Kinds | None) -> tuple[
             value = record.get(by) if by else ALL
             if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
                 raise DataError(
-                    f"{path}:{number}: --by {by}: expected a text or a whole number there; found the keys {', '.join(record)[:200]}"
+                    f"{path}:{number}: --by {by}: expected a text or a whole number there; "
+                    f"found the keys {', '.join(record)[:200]}"
                 )
             splits[split].append(Record(line.removesuffix("\n"), str(value), text.patient))
     if classify_texts:  # the splits are clustered together
