@@ -9,11 +9,11 @@ from consilium.config.site import Given, find_site
 from consilium.core.errors import ConsiliumError, DataError
 from consilium.data.class_checks import doubtful_name_findings
 from consilium.data.importers.base import Options
-from consilium.data.importers.registry import import_set
 from consilium.data.pairs import parse
 from consilium.federation.site_names import site_names
 from tests.conftest import JOBS, run
 from tests.data.hospitals import command, drawn, hospital, photo, said
+from tests.data.importing import import_set
 
 Patch = pytest.MonkeyPatch
 Capture = pytest.CaptureFixture[str]

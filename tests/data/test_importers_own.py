@@ -13,8 +13,8 @@ from consilium.config.site import Given, find_site
 from consilium.core.errors import DataError
 from consilium.data.datalist import read_datalist
 from consilium.data.importers.base import Options
-from consilium.data.importers.registry import import_set
 from tests.conftest import run
+from tests.data.importing import import_set
 
 
 def put(root: Path, site: str, name: str, values: tuple[int, ...] = (0, 255), ending: str = "png") -> None:

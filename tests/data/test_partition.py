@@ -187,3 +187,13 @@ def test_keys_of_an_entry_are_kept(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "sites/site-1/datalist.json").read_text())["training"]
     wanted = [{**one, "image": str(tmp_path / "v.nii")} for one in entries]
     assert sorted(found, key=lambda one: one["slice"]) == [{k: v for k, v in one.items() if k != "fold"} for one in wanted]
+
+
+def test_a_number_and_its_text_are_one_class(tmp_path: Path) -> None:
+    entries = [{"image": f"{n}.png", "label": label} for n, label in enumerate([1, "1", 0, "0"] * 3)]
+    for entry in entries:
+        (tmp_path / str(entry["image"])).touch()
+    (tmp_path / "datalist.json").write_text(json.dumps({"training": entries}))
+    found = partition(tmp_path / "datalist.json", tmp_path / "sites", 2, None, seed=0, minimum=1)
+    assert found["classes"] == ["0", "1"]
+    assert sum(sum(own.values()) for own in found["training"].values()) == len(entries)

@@ -164,11 +164,6 @@ class DataList:
     skipped: int = 0
     notes: tuple[tuple[str, str], ...] = ()
 
-    def map_items(self, change: Callable[[Item], Item]) -> "DataList":
-        """Return the list with every Item changed. Texts stay as they are."""
-        own = {s: tuple(change(one) if isinstance(one, Item) else one for one in items) for s, items in self.splits.items()}
-        return replace(self, splits=own)
-
 
 def read_datalist(path: Path, labels_are_classes: bool | None = False, lost: list[Lost] | None = None) -> DataList:
     """Read a data list or a folder per class. Relative paths start at its folder and may lead out of it, see safe_open.py.
@@ -253,7 +248,11 @@ def with_affine(data: DataList, affine: NiftiAffine | None) -> DataList:
 
     None refuses files in which the two disagree.
     """
-    return data if affine is None else data.map_items(lambda item: replace(item, affine=affine))
+    splits = {
+        split: tuple(replace(one, affine=affine) if isinstance(one, Item) else one for one in items)
+        for split, items in data.splits.items()
+    }
+    return data if affine is None else replace(data, splits=splits)
 
 
 def with_job_labels(

@@ -91,7 +91,8 @@ def partition(
     labels = {item.label for items in data.splits.values() for item in items}
     if None in labels:
         raise DataError(f"{source}: has samples without a class; give every one a label")
-    classes = [str(label) for label in sorted(labels, key=lambda v: (isinstance(v, str), v))]  # numbers by value, then names
+    ordered = sorted(labels, key=lambda v: (isinstance(v, str), v))  # numbers by value, then names
+    classes = list(dict.fromkeys(map(str, ordered)))  # 1 and "1" are one class
     splits = data.splits if test else data.splits | {COMMON_SPLIT: ()}
     found = _assign_to_sites(source, folder, splits, classes, sites, beta, seed, minimum)
     own = _absolute_entries(source, data)
