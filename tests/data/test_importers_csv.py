@@ -219,3 +219,10 @@ def test_quoted_headings_may_hold_separators(tmp_path: Path) -> None:
         tmp_path / "raw", [("a.png", "x", "sharp"), ("b.png", "x", "dark")], '"image";"label";"remarks, if any, or none"', ";"
     )
     assert run_import("csv", path, tmp_path / "lists")["classes"] == ["x"]
+
+
+def test_a_patient_that_looks_like_a_missing_value_is_noted(tmp_path: Path) -> None:
+    rows = [(f"{n}.png", "xy"[n % 2], "NA" if n < 4 else f"P{n}") for n in range(8)]
+    path = table(tmp_path / "raw", rows, "image,label,patient")
+    notes = run_import("csv", path, tmp_path / "lists")["notes"]
+    assert any(note.startswith("patient that looks like a missing value: NA: all its samples are one") for note in notes)
