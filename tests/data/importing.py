@@ -12,11 +12,22 @@ from consilium.data.check import check_datalist
 from consilium.data.datalist import SPLITS, Item, read_datalist
 from consilium.data.images import read_labels
 from consilium.data.importers.base import Options
-from consilium.data.importers.registry import import_set
+from consilium.data.importers.registry import import_by_label_kind
 
 RNG = np.random.default_rng(0)
 SIZE = (12, 16)
 """Rows and columns of the tiny pictures."""
+
+
+def import_set(
+    name: str,
+    source: Path,
+    dest: Path,
+    options: Options = Options(),  # noqa: B008 - frozen
+    add: bool = False,
+) -> dict[str, Any]:
+    """Import a data set, and return the first record: of the sites with masks if both kinds exist."""
+    return next(iter(import_by_label_kind(name, source, dest, options, add).values()))
 
 
 def picture(path: Path) -> Path:

@@ -13,9 +13,9 @@ from consilium.core.errors import DataError
 from consilium.data.class_checks import classes_for, undeclared_remedy
 from consilium.data.datalist import read_datalist
 from consilium.data.images import read_sample
-from consilium.data.importers.registry import import_set
 from tests.conftest import JOBS
 from tests.data.hospitals import drawn, hospital, photo, said
+from tests.data.importing import import_set
 
 Patch = pytest.MonkeyPatch
 Capture = pytest.CaptureFixture[str]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from consilium.core.errors import DataError
-from consilium.data.datalist import DataList, Item, pool, read_datalist, with_challenge_splits
+from consilium.data.datalist import DataList, Item, Lost, pool, read_datalist, with_challenge_splits
 
 
 def write(folder: Path, content: object, *files: str) -> Path:
@@ -117,3 +117,16 @@ def test_paths_of_windows_are_read(tmp_path: Path) -> None:
         tmp_path, {"training": [{"image": "images\\a.png", "label": ".\\images\\m.png"}]}, "images/a.png", "images/m.png"
     )
     assert read_datalist(path).splits["training"] == (Item(tmp_path / "images/a.png", tmp_path / "images/m.png"),)
+
+
+def test_a_null_patient_is_none(tmp_path: Path) -> None:
+    data = read_datalist(write(tmp_path, {"training": [{"image": "a.png", "patient": None, "study": None}]}, "a.png"))
+    assert data.splits["training"] == (Item(tmp_path / "a.png", None),)
+
+
+@pytest.mark.parametrize(("label", "is_class"), [("1.0", True), ("St. Gallen", True), ("gone.png", False), ("m.npy", False)])
+def test_a_class_may_have_a_dot(label: str, is_class: bool, tmp_path: Path) -> None:
+    path = write(tmp_path, {"training": [{"image": "a.png", "label": label}]}, "a.png", "m.npy")
+    lost: list[Lost] = []
+    found = [item.label for item in read_datalist(path, None, lost).splits["training"]]
+    assert found == [label] if is_class else found == [tmp_path / label] or lost[0][1].kind == "missing file"

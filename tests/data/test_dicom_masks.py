@@ -76,6 +76,7 @@ def test_segments_of_one_name_are_one_region(series: list[Dataset], tmp_path: Pa
 def test_a_few_slices_alone_may_be_segmented_and_lie_in_a_folder(series: list[Dataset], tmp_path: Path) -> None:
     (tmp_path / "seg").mkdir()
     dicoms.segmentation([series[1], series[3]], MASKS[[1, 3]], ["disc", "cup"]).save_as(tmp_path / "seg/1-1.dcm")
+    (tmp_path / "seg/._1-1.dcm").write_bytes(bytes(300))  # as a Mac writes beside it
     found = labels(tmp_path / "seg").regions["cup"]
     assert np.array_equal(found[:, :, [1, 3]], expected(1)[:, :, [1, 3]])
     assert not found[:, :, [0, 2, 4]].any()

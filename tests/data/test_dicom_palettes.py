@@ -205,3 +205,9 @@ def test_a_jpeg_of_12_bits_and_a_parametric_map_are_plain_lines(bits: int, tmp_p
     del made.PixelData, made.BitsStored, made.HighBit, made.PixelRepresentation
     with pytest.raises(DataError, match="is a parametric map, which is not read; save it as NIfTI"):
         volumes.voxels(dicoms.save(made, tmp_path / "b.dcm"))
+
+
+def test_a_dose_is_refused_because_its_scale_is_not_read(tmp_path: Path) -> None:
+    made = dicoms.image(STORED.astype(np.uint32), SOPClassUID=uid.RTDoseStorage, DoseGridScaling="0.001")
+    with pytest.raises(DataError, match="is a dose, which is not read; save it as NIfTI"):
+        volumes.voxels(dicoms.save(made, tmp_path / "a.dcm"))

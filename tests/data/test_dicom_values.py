@@ -173,3 +173,11 @@ def test_ybr_becomes_rgb(tmp_path: Path) -> None:
     """PS3.3, C.7.6.3.1.2, turned round: grey has Cb = Cr = 128; Y 76, Cb 85, Cr 255 is red."""
     made = dicoms.image(np.array([[[100, 128, 128], [76, 85, 255]]], np.uint8), PhotometricInterpretation="YBR_FULL")
     assert np.abs(read(made, tmp_path).astype(int) - [[[100, 100, 100], [254, 0, 0]]]).max() <= 1
+
+
+def test_pixels_of_floating_point_numbers_are_refused(tmp_path: Path) -> None:
+    made = dicoms.image(np.zeros((4, 6), np.uint32))
+    del made.PixelData
+    made.FloatPixelData = np.full((4, 6), 0.5, np.float32).tobytes()
+    with pytest.raises(DataError, match="has pixels of floating-point numbers, which are not read"):
+        read(made, tmp_path)

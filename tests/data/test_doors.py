@@ -9,11 +9,11 @@ from consilium.config.site import Given, find_site
 from consilium.core.errors import ConsiliumError, DataError
 from consilium.data.class_checks import doubtful_name_findings
 from consilium.data.importers.base import Options
-from consilium.data.importers.registry import import_set
 from consilium.data.pairs import parse
 from consilium.federation.site_names import site_names
 from tests.conftest import JOBS, run
 from tests.data.hospitals import command, drawn, hospital, photo, said
+from tests.data.importing import import_set
 
 Patch = pytest.MonkeyPatch
 Capture = pytest.CaptureFixture[str]
@@ -188,6 +188,8 @@ def test_an_empty_label_is_no_class(tmp_path: Path) -> None:
         (("Benign", "benign "), {"class in two spellings: 'Benign' (1) and 'benign '"}),
         (("in situ", "In-Situ"), {"class in two spellings: 'In-Situ' (1) and 'in situ'"}),
         (("grade_1", "Grade 1"), {"class in two spellings: 'Grade 1' (1) and 'grade_1'"}),
+        (("1", "1.0"), {"class in two spellings: '1' (1) and '1.0'"}),
+        (("1.0", "1.5"), set()),
         (("HER2-", "HER2+"), set()),
         (("1", "2"), set()),
     ],

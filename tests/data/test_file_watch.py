@@ -14,6 +14,7 @@ from consilium.core.errors import DataError, UnfitError
 from consilium.data import volumes
 from consilium.data.check_samples import FileWatch
 from consilium.data.datalist import DataList, read_datalist
+from consilium.data.safe_open import stamp, volume_format
 from tests.data import dicoms
 
 BOTH = ("training", "validation")
@@ -150,3 +151,17 @@ def test_a_folder_that_was_empty_is_a_volume_when_its_share_is_back(tmp_path: Pa
     dicoms.stack(tmp_path / "made", np.zeros((3, 8, 8), np.int16))
     shutil.copytree(tmp_path / "made", tmp_path / "series", dirs_exist_ok=True)
     assert volumes.is_volume(tmp_path / "series")
+
+
+def test_a_change_beside_a_broken_link_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("x")
+    (tmp_path / "b").symlink_to("nowhere")
+    before = stamp(tmp_path)
+    (tmp_path / "a").write_text("xy")
+    assert stamp(tmp_path) != before
+
+
+def test_the_kind_of_a_file_that_was_missing_is_seen_later(tmp_path: Path) -> None:
+    assert volume_format(tmp_path / "a.dcm") is None
+    (tmp_path / "a.dcm").write_bytes(b"x")
+    assert volume_format(tmp_path / "a.dcm") == "dicom"

@@ -92,3 +92,17 @@ def test_a_picture_in_another_class_or_split_shows(tmp_path: Path) -> None:
 def test_what_cannot_be_read_has_none(content: str, tmp_path: Path) -> None:
     (tmp_path / "datalist.json").write_text(content)
     assert fingerprint(tmp_path / "datalist.json") == fingerprint(tmp_path / "gone.json") == fingerprint(tmp_path) == ""
+
+
+@pytest.mark.parametrize("name", ["a.png", "sub\\\\b.png"], ids=["plain", "backslash"])
+@pytest.mark.parametrize("form", ['{{"training": ["{}"]}}', '{{"training": [], "testing": [{{"image": "{}"}}]}}'])
+def test_every_spelling_of_an_entry_counts_its_file(form: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    path = tmp_path / "datalist.json"
+    path.write_text(form.format(name))
+    found = set()
+    for size in (1, 2):
+        for file in ("a.png", "sub/b.png"):
+            (tmp_path / file).write_bytes(b"x" * size)
+        found.add(fingerprint(path))
+    assert len(found - {""}) == 2

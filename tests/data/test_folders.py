@@ -7,7 +7,7 @@ import pytest
 from consilium.config.site import Given, find_site, is_site_folder
 from consilium.core.errors import DataError
 from consilium.data.datalist import read_datalist
-from consilium.data.folders import has_classes
+from consilium.data.folders import has_classes, walk_folders
 
 
 def fill(folder: Path, *files: str) -> Path:
@@ -42,3 +42,17 @@ def test_a_site_may_be_such_a_folder_but_a_split_is_no_site(tmp_path: Path) -> N
     assert not is_site_folder(tmp_path / "train")
     assert not has_classes(tmp_path / "empty")
     assert find_site("site-1", Given(tmp_path)).datalist == tmp_path / "site-1"
+
+
+def test_hidden_files_of_a_mac_are_no_pictures(tmp_path: Path) -> None:
+    data = read_datalist(fill(tmp_path, "a/1.png", "a/._1.png", "b/1.png", "b/._1.png"))
+    assert [item.image.name for item in data.splits["training"]] == ["1.png", "1.png"]
+
+
+def test_links_are_followed_once_and_not_in_circles(tmp_path: Path) -> None:
+    fill(tmp_path, "root/b/1.png", "root/.hidden/1.png", "root/__MACOSX/1.png", "far/c/1.png")
+    for name, target in {"root/a": "far", "root/d": "far", "root/b/up": "root", "far/c/back": "far", "root/top": "."}.items():
+        (tmp_path / name).symlink_to(tmp_path / target)
+    (tmp_path / "root/inside").symlink_to(tmp_path / "root/b")
+    found = [str(one.relative_to(tmp_path)) for one in walk_folders(tmp_path / "root")]
+    assert found == ["root", "root/a", "root/a/c", "root/b"]

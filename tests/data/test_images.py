@@ -177,3 +177,13 @@ def test_nifti_planes_are_anatomical_whatever_their_storage(axes: tuple[int, int
         read_image(tmp_path / "v.nii.gz")
     with pytest.raises(DataError, match="slice 9 is outside"):
         read_image(Item(tmp_path / "v.nii.gz", None, 9))
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.float32])
+def test_tiff_of_many_bits_with_white_zero_is_refused(dtype: type, tmp_path: Path) -> None:
+    made = Image.fromarray(scene().astype(dtype))
+    made.save(tmp_path / "x.tif", tiffinfo={262: 0})
+    with Image.open(tmp_path / "x.tif") as opened:
+        assert opened.tag_v2[262] == 0  # type: ignore[attr-defined]
+    with pytest.raises(DataError, match="of which 0 is white, which is not read; save it with 0 as black"):
+        read_image(tmp_path / "x.tif")

@@ -11,7 +11,7 @@ from consilium.data.datalist import SPLITS
 from consilium.data.importers import published_pictures, registry
 from consilium.data.importers.base import ImportResult, Options, SourceSample, mask_png
 from consilium.data.importers.published_pictures import KVASIR_V2, OCT_C8
-from consilium.data.importers.registry import IMPORTERS, import_set
+from consilium.data.importers.registry import IMPORTERS
 from consilium.data.partition import partition
 from tests.conftest import run
 from tests.data.importing import (
@@ -20,6 +20,7 @@ from tests.data.importing import (
     check_repeats,
     filled,
     groups_apart,
+    import_set,
     items_of,
     mask,
     picture,

@@ -11,7 +11,7 @@ import pytest
 
 from consilium.core.errors import ConfigError, ConsiliumError, DataError
 from tests.conftest import run
-from tests.data.importing import picture, run_import, splits_of
+from tests.data.importing import groups_apart, picture, run_import, splits_of
 
 SMEARS = (("Süd", "1", "burr"), ("Süd", "2", "burr"), ("Süd", "3", "target"), ("b", "1", "target"))
 ROWS = [(f"{site}/{smear}-{number}.png", kind, site, smear) for site, smear, kind in SMEARS for number in range(3)]
@@ -80,6 +80,13 @@ def test_a_file_whose_name_is_in_the_other_form_is_found(tmp_path: Path) -> None
         ("image,label", [("a.png", "")], {}, DataError, "column 'label' is empty; give a line per picture"),
         ("image,label,split", [("a.png", "x", "dev")], {}, DataError, "line 2: split 'dev' is none of training, validation"),
         ("image,label", [("a.png", "x"), ("a.png", "y")], {}, DataError, "line 3: image 'a.png' is that of line 2; keep one"),
+        (
+            "image,label",
+            [("a.png", "x"), ("../raw/a.png", "y")],
+            {},
+            DataError,
+            "line 3: image '../raw/a.png' is that of line 2",
+        ),
     ],
 )
 def test_one_line_for_what_is_wrong(
@@ -196,3 +203,26 @@ def test_columns_of_0_and_1_are_no_classes_beside_a_column_that_may_be(tmp_path:
     with pytest.raises(ConfigError, match="write --column label=kind or --column label=is_train,is_test"):
         run_import("csv", tmp_path / "t.csv", tmp_path / "lists")
     assert run_import("csv", tmp_path / "t.csv", tmp_path / "lists", columns={"label": "kind"})["classes"] == ["x", "y"]
+
+
+def test_patient_of_two_classes_is_in_one_split(tmp_path: Path) -> None:
+    rows = [(f"{who}-{kind}.png", kind, f"p{who}") for who in range(12) for kind in ("benign", "malignant")]
+    path = table(tmp_path / "raw", rows, "image,label,patient")
+    run_import("csv", path, tmp_path / "lists", validation=0.25, test=0.25)
+    found = splits_of(tmp_path / "lists", "manifest", classes=True)
+    assert {split: len(items) for split, items in found.items()} == {"training": 12, "validation": 6, "test": 6}
+    assert groups_apart(found, lambda item: item.patient)
+
+
+def test_quoted_headings_may_hold_separators(tmp_path: Path) -> None:
+    path = table(
+        tmp_path / "raw", [("a.png", "x", "sharp"), ("b.png", "x", "dark")], '"image";"label";"remarks, if any, or none"', ";"
+    )
+    assert run_import("csv", path, tmp_path / "lists")["classes"] == ["x"]
+
+
+def test_a_patient_that_looks_like_a_missing_value_is_noted(tmp_path: Path) -> None:
+    rows = [(f"{n}.png", "xy"[n % 2], "NA" if n < 4 else f"P{n}") for n in range(8)]
+    path = table(tmp_path / "raw", rows, "image,label,patient")
+    notes = run_import("csv", path, tmp_path / "lists")["notes"]
+    assert any(note.startswith("patient that looks like a missing value: NA: all its samples are one") for note in notes)

@@ -9,8 +9,8 @@ from consilium.core.errors import ConfigError, ConsiliumError, DataError
 from consilium.data.check import check_texts
 from consilium.data.datalist import SPLITS
 from consilium.data.importers.base import Options
-from consilium.data.importers.registry import import_set
 from consilium.data.text import read_texts
+from tests.data.importing import import_set
 
 
 def table(path: Path, *rows: str, head: str = "text;label;site;patient;split") -> Path:

@@ -7,8 +7,19 @@ import pytest
 from PIL import Image, ImageFilter
 
 from consilium.core.errors import DataError
-from consilium.data.importers.registry import import_set
-from tests.data.importing import INNER, OUTER, SIZE, filled, items_of, mask, picture, read_mask, run_import, splits_of
+from tests.data.importing import (
+    INNER,
+    OUTER,
+    SIZE,
+    filled,
+    import_set,
+    items_of,
+    mask,
+    picture,
+    read_mask,
+    run_import,
+    splits_of,
+)
 
 IMAGES, DRAWINGS = "RIM-ONE_DL_images", "RIM-ONE_DL_reference_segmentations"
 

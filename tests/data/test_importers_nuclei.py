@@ -7,7 +7,6 @@ import pytest
 
 from consilium.core.errors import DataError
 from consilium.data.images import read_image
-from consilium.data.importers.registry import import_set
 from tests.data.importing import (
     INNER,
     OUTER,
@@ -15,6 +14,7 @@ from tests.data.importing import (
     aperio,
     filled,
     groups_apart,
+    import_set,
     items_of,
     mask,
     picture,

@@ -11,9 +11,10 @@ from PIL import Image
 
 from consilium.config.site import Given, find_site
 from consilium.core.errors import DataError
+from consilium.data.datalist import read_datalist
 from consilium.data.importers.base import Options
-from consilium.data.importers.registry import import_set
 from tests.conftest import run
+from tests.data.importing import import_set
 
 
 def put(root: Path, site: str, name: str, values: tuple[int, ...] = (0, 255), ending: str = "png") -> None:
@@ -359,3 +360,15 @@ def test_texts_need_training_records(tmp_path: Path) -> None:
     (tmp_path / "notes.csv").write_text("text,label\n" + "".join(f"note {i},{i % 2}\n" for i in range(8)))
     with pytest.raises(DataError, match="--test 1 is for pictures; for texts, ask for less"):
         import_set("csv-text", tmp_path / "notes.csv", tmp_path / "lists", Options(validation=0, test=1))
+
+
+@pytest.mark.parametrize("links", [("images",), ("images", "masks")], ids="-".join)
+def test_linked_folders_of_images_and_masks_are_no_classes(links: tuple[str, ...], tmp_path: Path) -> None:
+    for number in range(4):
+        put(tmp_path / "raw", "a", f"{number}")
+    for name in links:
+        (tmp_path / "raw" / "a" / name).rename(tmp_path / name)
+        (tmp_path / "raw" / "a" / name).symlink_to(tmp_path / name)
+    assert import_set("own", tmp_path / "raw", tmp_path / "lists")["classes"] == {"object": [255]}
+    with pytest.raises(DataError, match="holds pictures beside their masks, and no folders of classes"):
+        read_datalist(tmp_path / "raw" / "a")

@@ -7,8 +7,18 @@ import pytest
 
 from consilium.config.site import Given, find_site
 from consilium.core.errors import DataError
-from consilium.data.importers.registry import import_set
-from tests.data.importing import INNER, OUTER, groups_apart, items_of, mask, picture, read_mask, run_import, splits_of
+from tests.data.importing import (
+    INNER,
+    OUTER,
+    groups_apart,
+    import_set,
+    items_of,
+    mask,
+    picture,
+    read_mask,
+    run_import,
+    splits_of,
+)
 
 
 def etis(images: Path, masks: Path, count: int = 20) -> None:

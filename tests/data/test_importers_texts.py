@@ -13,8 +13,8 @@ from consilium.core.errors import ConfigError, DataError
 from consilium.data.check import check_texts
 from consilium.data.datalist import SPLITS
 from consilium.data.importers.base import Options
-from consilium.data.importers.registry import import_set
 from consilium.data.text import Text, read_texts
+from tests.data.importing import import_set
 from tests.data.writing import write
 
 

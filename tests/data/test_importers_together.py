@@ -10,9 +10,20 @@ import pytest
 from consilium.core.errors import ConfigError, DataError
 from consilium.data.datalist import pseudonym
 from consilium.data.importers.base import Options
-from consilium.data.importers.registry import import_set
 from tests.conftest import run
-from tests.data.importing import OUTER, RNG, aperio, groups_apart, items_of, mask, picture, run_import, splits_of, tree
+from tests.data.importing import (
+    OUTER,
+    RNG,
+    aperio,
+    groups_apart,
+    import_set,
+    items_of,
+    mask,
+    picture,
+    run_import,
+    splits_of,
+    tree,
+)
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ import pytest
 from consilium.core.errors import DataError
 from consilium.data.datalist import pseudonym
 from consilium.data.images import read_image
-from consilium.data.importers.registry import import_set
-from tests.data.importing import RNG, SIZE, check_repeats, groups_apart, items_of, read_mask, run_import, splits_of
+from tests.data.importing import RNG, SIZE, check_repeats, groups_apart, import_set, items_of, read_mask, run_import, splits_of
 
 LPS = np.diag([-1.0, -1, 1, 1])
 

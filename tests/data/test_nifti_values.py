@@ -14,7 +14,10 @@ from consilium.core.errors import DataError
 from consilium.data import volumes
 from consilium.data.check import check_datalist
 from consilium.data.check_report import Findings
+from consilium.data.datalist import Item
 from consilium.data.pixel_values import is_anti_aliased
+from consilium.data.settings import DEFAULTS
+from consilium.report.page.data_pages import read_picture_or_plane
 from tests.data.importing import read_mask
 
 LESION = {"lesion": [1]}
@@ -133,3 +136,10 @@ def test_labels_that_nobody_declared_are_no_smoothed_edges() -> None:
     values = np.kron(np.arange(1, 10).reshape(3, 3), np.ones((6, 6), int)).astype(np.uint8)
     assert not is_anti_aliased(values, {0, 1, 9})
     assert not is_anti_aliased(np.eye(8, dtype=np.uint8) * 2, {0, 1})
+
+
+def test_pictures_of_reports_are_cut_as_the_list_says(site: Path) -> None:
+    item = Item(site / "image.nii", None, axis="coronal", affine="qform")
+    found = read_picture_or_plane(item, DEFAULTS)
+    assert found is not None
+    assert found.shape == (4, 6, 3)  # heights by columns from right to left

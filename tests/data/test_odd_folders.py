@@ -19,8 +19,8 @@ from consilium.data.check import check_datalist
 from consilium.data.datalist import read_datalist
 from consilium.data.images import read_labels
 from consilium.data.importers.base import Options
-from consilium.data.importers.registry import import_set
 from tests.data.hospitals import SIDE, drawn, hospital, photo, said
+from tests.data.importing import import_set
 
 Patch, Capture = pytest.MonkeyPatch, pytest.CaptureFixture[str]
 

@@ -8,10 +8,9 @@ from PIL import Image
 from consilium.core.errors import ConfigError, DataError
 from consilium.data.folders import has_classes
 from consilium.data.importers.base import Options, find_files
-from consilium.data.importers.registry import import_set
 from consilium.data.pairs import find_pairs, parse
 from tests.data.hospitals import drawn, hospital, photo
-from tests.data.importing import items_of
+from tests.data.importing import import_set, items_of
 
 HABITS = [
     ("images/{}.jpg", "masks/{}.png"),

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import nibabel
 import numpy as np
 import pytest
 from PIL import Image
@@ -175,3 +176,24 @@ def test_a_site_can_be_shared_out_again_and_errors_are_clear(pictures: Path, tmp
         partition(pictures, tmp_path / "x", 5, 1.0, 0, 8)
     with pytest.raises(DataError, match="no pictures in folders"):
         partition(tmp_path / "set/train/a", tmp_path / "x", 2, 1.0, 0, 2)
+
+
+def test_keys_of_an_entry_are_kept(tmp_path: Path) -> None:
+    nibabel.save(nibabel.Nifti1Image(np.zeros((8, 9, 10), np.int16), np.eye(4)), tmp_path / "v.nii")
+    more = {"axis": "coronal", "patient": "p", "study": "s"}
+    entries = [{"image": "v.nii", "label": CLASSES[n % 2], "slice": n, "fold": 0, **more} for n in range(6)]
+    (tmp_path / "datalist.json").write_text(json.dumps({"training": entries}))
+    partition(tmp_path / "datalist.json", tmp_path / "sites", 1, None, seed=0, minimum=1)
+    found = json.loads((tmp_path / "sites/site-1/datalist.json").read_text())["training"]
+    wanted = [{**one, "image": str(tmp_path / "v.nii")} for one in entries]
+    assert sorted(found, key=lambda one: one["slice"]) == [{k: v for k, v in one.items() if k != "fold"} for one in wanted]
+
+
+def test_a_number_and_its_text_are_one_class(tmp_path: Path) -> None:
+    entries = [{"image": f"{n}.png", "label": label} for n, label in enumerate([1, "1", 0, "0"] * 3)]
+    for entry in entries:
+        (tmp_path / str(entry["image"])).touch()
+    (tmp_path / "datalist.json").write_text(json.dumps({"training": entries}))
+    found = partition(tmp_path / "datalist.json", tmp_path / "sites", 2, None, seed=0, minimum=1)
+    assert found["classes"] == ["0", "1"]
+    assert sum(sum(own.values()) for own in found["training"].values()) == len(entries)

@@ -86,7 +86,9 @@ def test_errors_are_one_clear_line(source: Path, tmp_path: Path) -> None:
         assert not (tmp_path / "out").exists()
 
     refused("1200 training samples are too few for 151 sites of 8; ask for less", 151, None, 0, 8)
-    refused(r"training\.jsonl:1: --by kind: expected a text or a number there; found the keys ins.*", 5, 0.5, 0, 8, "kind")
+    refused(
+        r"training\.jsonl:1: --by kind: expected a text or a whole number there; found the keys ins.*", 5, 0.5, 0, 8, "kind"
+    )
     refused(r"--by instruction: 1,507 values, at most 1,000 are allowed", 5, 0.5, 0, 8, "instruction")
     write(source, "training.jsonl", {"instruction": "a", "output": "b"}, "{")
     refused(r"training\.jsonl:2: not valid JSON", 2, None, 0, 1)

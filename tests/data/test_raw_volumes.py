@@ -176,3 +176,11 @@ def test_headers_of_whatever_content_end_in_one_line(tmp_path: Path) -> None:
             told.append(str(error))
     assert 50 < len(told) < 400
     assert not [line for line in told if "\n" in line or "Error" in line or " object" in line]
+
+
+@pytest.mark.parametrize("more", ["kinds: RGB-color domain domain", "space: lps\nspace directions: none (1,0,0) (0,1,0)"])
+def test_colours_in_nrrd_are_refused(more: str, tmp_path: Path) -> None:
+    head = f"NRRD0004\ntype: uchar\ndimension: 3\nsizes: 3 8 9\n{more}\nencoding: raw\n\n"
+    (tmp_path / "a.nrrd").write_bytes(head.encode() + bytes(3 * 8 * 9))
+    with pytest.raises(DataError, match="holds several values a voxel, which is not read"):
+        volumes.header(tmp_path / "a.nrrd")

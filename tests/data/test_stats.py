@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from consilium.data.datalist import read_datalist
+from consilium.data.settings import PictureSettings, WindowConfig
 from consilium.data.stats import site_stats
 from tests.conftest import run
 
@@ -97,3 +98,11 @@ def test_sites_stand_beside_each_other(
     assert sorted(kept) == sorted(["site-1", name])
     assert Image.open(tmp_path / "out/stats.png").width > 800
     assert (tmp_path / "out/stats.png").stat().st_mode & 0o77 == 0
+
+
+def test_a_volume_of_three_planes_has_no_colours(tmp_path: Path) -> None:
+    values = np.full((8, 8, 3), 120, np.uint8)
+    nibabel.save(nibabel.Nifti1Image(values, np.eye(4)), tmp_path / "v.nii")
+    (tmp_path / "datalist.json").write_text(json.dumps({"training": [{"image": "v.nii"}]}))
+    settings = PictureSettings(window=WindowConfig(center=100, width=10))
+    assert site_stats(read_datalist(tmp_path / "datalist.json"), None, settings)["histogram"][-1] == 1  # above the window

@@ -12,6 +12,8 @@ from PIL import Image
 
 from consilium.core.errors import DataError
 from consilium.core.messages import Stage
+from consilium.report.page.html import plan_statement
+from consilium.report.page.site_section import read_cases
 from consilium.report.predictions import Closing, draw_outlines, pick
 from consilium.tasks.base import Answered, Classified, Segmented, UnitScores
 
@@ -156,3 +158,13 @@ def test_a_references_outline_is_white_on_dark_and_dark_on_white() -> None:
         edge = [drawn.getpixel((x, 32)) for x in range(12, 21)]
         assert max(edge) - min(edge) > 100
         assert {drawn.getpixel((32, 32)), drawn.getpixel((4, 32))} == {ground}
+
+
+def test_a_loss_of_nan_and_no_bound_on_epsilon_lose_no_cases(tmp_path: Path) -> None:
+    about = {"metrics": {"test/global/loss": NAN}, "privacy": {"epsilon": {"1e-05": math.inf}}}
+    assert closing(Pretended(scored(0.5)), Stage.GLOBAL).write(tmp_path, about, lambda: None) == []
+    found = read_cases(tmp_path)
+    assert found is not None
+    assert math.isnan(found.metrics["test/global/loss"])
+    assert found.privacy is not None
+    assert ("epsilon at delta 1e-05", "no bound") in plan_statement(found.privacy)[1]

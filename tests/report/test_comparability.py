@@ -1,5 +1,6 @@
 """Which runs compare, which repeat another, and what a method is called."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from consilium.core.storage import save_state
 from consilium.report.compare.comparability import MissingRun, group_comparable
 from consilium.report.compare.score_statistics import ranks, scores_of
 from consilium.report.run_record import RunRecord, read_finished_run
-from tests.conftest import small_cells
+from tests.conftest import small_cells, small_text
 from tests.report.runs import PRIVATE, Scores, change, group_of, make, read, study_runs
 
 
@@ -164,3 +165,22 @@ def test_a_failed_cell_is_called_as_the_runs_of_its_labels_are(tmp_path: Path) -
     groups, _ = group_comparable(runs, [MissingRun({"data": "hard"}, 1, "failed: no memory")])
     assert [(group.name, group.methods) for group in groups] == [("easy", ["fedit"]), ("hard", ["fedit"])]
     assert groups[1].absent == {("fedit", "1"): "failed: no memory"}
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "other", "reason"),
+    [
+        ("loss", {"model.max_length": 32}, "b: model.max_length is 32, in a 128"),
+        ("loss", {"model.checkpoint": "/models/other"}, "b: model.checkpoint is other, in a None"),
+        ("exact", {"model.max_length": 32}, ""),
+    ],
+)
+def test_losses_over_other_tokens_do_not_compare(evaluate: str, other: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    job, runs = small_text().model_dump(), []
+    job["task"]["evaluate"] = evaluate
+    for name, more in {"a": {}, "b": other}.items():
+        folder = make(tmp_path / name, {"s": 0.5}, **{key: job[key] for key in ("model", "adapter", "task", "data")})
+        (folder / "results.json").write_text(json.dumps({"s": {f"test/global/{evaluate}": 0.5, "test/global/n": 5.0}}))
+        found = read_finished_run(folder, name)
+        runs.append(replace(found, settings={**found.settings, **more}))
+    assert group_comparable(runs)[1] == ([reason] if reason else [])

@@ -200,6 +200,16 @@ def test_runs_without_an_axis_of_numbers_have_no_such_picture(tmp_path: Path) ->
     assert axis_figure(scores_of(one, Stage.GLOBAL, "accuracy")) == "no axis of a study has numbers"
 
 
+def test_without_a_complete_seed_there_are_no_means_to_draw(tmp_path: Path) -> None:
+    runs = []
+    for site, rank in (("a", 4), ("b", 8)):
+        folder = make(tmp_path / site, {"a": 0.5, "b": 0.6}, adapter={"kind": "lora", "rank": rank, "alpha": 4})
+        change(folder, site, test__global__accuracy=math.nan)
+        runs.append(read_finished_run(folder, site, {"rank": str(rank)}))
+    scores = scores_of(group_comparable(runs)[0][0], Stage.GLOBAL, "accuracy")
+    assert axis_figure(scores) == score_by_bytes_figure(scores) == "no method has a seed with scores at all sites"
+
+
 @pytest.mark.parametrize("width", [COLUMN, PAGE])
 def test_all_texts_lie_inside_their_figure(width: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Group, "heading", lambda *_: "Dice, original grid")  # a label in two lines leaves less room

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -368,3 +369,10 @@ def test_validation_samples_are_shown_for_generated_data_only(tmp_path: Path) ->
         folder = make(tmp_path / name, {"s": 0.5}, data=made_up)
         (folder / "simulation.json").write_text(json.dumps({"sites": {"s": None}, "content": {"s": content}}))
         assert settings_tables([group_of(folder)])[-1].rows[0][2] == shown
+
+
+def test_a_run_of_clipping_without_noise_has_an_infinite_epsilon(tmp_path: Path) -> None:
+    folder = make(tmp_path / "a", {"s": 0.5}, privacy={"unit": "site", "noise_multiplier": 0.0, "clip": 1.0})
+    (folder / "privacy.json").write_text(json.dumps({"epsilon": {"1e-05": math.inf}}))
+    table = cost_table(group_of(folder))
+    assert table.rows[0][[column.heading for column in table.columns].index("epsilon")] == "inf (site)"

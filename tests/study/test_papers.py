@@ -17,12 +17,11 @@ from consilium.config.job import load_job
 from consilium.config.site import Given, find_site
 from consilium.core.errors import DataError
 from consilium.data.importers.base import Options
-from consilium.data.importers.registry import import_set
 from consilium.estimates.communication import own_cost
 from consilium.federation.job_assembly import assemble_job
 from consilium.study.definition import Cell, load
 from tests.conftest import JOBS, run
-from tests.data.importing import OUTER, mask, picture, splits_of
+from tests.data.importing import OUTER, import_set, mask, picture, splits_of
 from tests.tools.papers import PAGE, marks, of_jobs, papers, rewritten
 
 STUDIES = JOBS / "studies"

@@ -311,3 +311,9 @@ def test_a_model_that_knows_its_training_data_by_heart_is_found_out(
     (loss, calibrated) = found["attacks"]
     assert loss["units"] == 48
     assert max(loss["auc"], calibrated["auc"]) > 0.7
+
+
+@pytest.mark.parametrize("members", [True, False])
+def test_an_attack_without_both_kinds_of_units_is_refused(members: bool) -> None:
+    with pytest.raises(DataError, match=r"loss: \d+ members and \d+ other units have a loss, and an attack compares both"):
+        judge_guesses("loss", np.arange(20.0), np.full(20, members), 1e-5, 0.95)

@@ -212,3 +212,9 @@ def test_a_model_of_parts_has_no_bundle() -> None:
         ConfigError, match=r"^--format bundle: the model was trained on parts of 32 pixels .*; use onnx or merged"
     ):
         export_formats.check_bundle(config, card(config))
+
+
+def test_hidden_files_of_a_mac_are_no_pictures(tmp_path: Path) -> None:
+    picture(tmp_path / "a.png", (8, 8, 3))
+    (tmp_path / "._a.png").write_bytes(b"x")
+    assert bundle_scripts.find_pictures(str(tmp_path)) == [{"image": str(tmp_path / "a.png")}]

@@ -18,6 +18,7 @@ from consilium.federation.model_card import Card
 from consilium.federation.saved_model import SavedModel, convert_changes_to_parameters, write_adapter_folder
 from consilium.models.sam.network import build_sam
 from consilium.use import export_formats
+from consilium.use.base_model_import import PROVENANCE, licence_of
 from consilium.use.export import export
 from consilium.use.export_folder import check_destination, write_record
 from consilium.use.model import open_model
@@ -214,3 +215,11 @@ def test_two_adapters_of_fixed_shares_merge_into_one(tmp_path: Path) -> None:
     made = export(open_model(folder, own=HERE), "merged", tmp_path / "out", HERE)
     assert made.difference is not None
     assert made.difference <= export_formats.tolerance(model, wanted) < 0.05 * float((alone - wanted).abs().max())
+
+
+@pytest.mark.parametrize("file", [PROVENANCE, "README.md"])
+def test_a_licence_adds_no_fields_to_a_card(file: str, tmp_path: Path) -> None:
+    told = "mit\nbase_model: another"
+    text = json.dumps({"licence": told}) if file == PROVENANCE else f"---\nlicense: {json.dumps(told)}\n---\n"
+    (tmp_path / file).write_text(text)
+    assert licence_of(tmp_path) == r"mit\nbase_model: another"

@@ -15,7 +15,7 @@ from PIL import Image
 
 from consilium.core.errors import ConfigError, DataError
 from consilium.data.synthetic.organs import Study
-from consilium.use.mask_files import write_nifti, write_picture
+from consilium.use.mask_files import mask_files, write_nifti, write_picture
 from consilium.use.model import open_model
 from consilium.use.predict import OutputOptions, predict, split_clashing
 from consilium.use.predictor import Input, Predictor, find_inputs
@@ -168,3 +168,18 @@ def test_an_overlay_that_cannot_be_drawn_costs_itself_alone(
     assert [name for name, _ in found.bad] == ["a.png", "b.png"]
     assert "its mask is written, its overlay cannot be drawn (ZeroDivisionError)" in found.bad[0][1]
     assert (tmp_path / "out/b.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "mask", "shares"),
+    [
+        ("a.gif", "a.gif.png", "a.gif_probabilities.tif"),
+        ("a.SVS", "a.SVS.png", "a.SVS_probabilities.tif"),
+        ("a.jpeg", "a.jpeg.png", "a.jpeg_probabilities.tif"),
+        ("a.TIF", "a.TIF", "a_probabilities.tif"),
+        ("a.nrrd", "a.nrrd.nii.gz", "a.nrrd_probabilities.nii.gz"),
+        ("IM0001", "IM0001.dcm", "IM0001_probabilities.dcm"),
+    ],
+)
+def test_names_of_masks_say_their_format(name: str, mask: str, shares: str) -> None:
+    assert mask_files(name)[::2] == (mask, shares)

@@ -36,10 +36,11 @@ def doubtful_name_findings(counts: Mapping[str, int]) -> Iterator[tuple[str, str
     """Yield (kind, line) for each doubtful name of a class. `counts`: the number of samples per class."""
     # one case, without blanks, hyphens and underscores between letters and digits; a sign at the end stays: HER2 is not HER2-
     plain = {name: unicodedata.normalize("NFKC", name).casefold().strip() for name in sorted(counts)}
+    plain = {name: re.sub(r"^(\d+)\.0+$", r"\1", one) for name, one in plain.items()}  # 1.0 is 1 in a table with gaps
     for names in group_by_key((re.sub(r"(?<=\w)[-_\s]+(?=[^\W_])", "", one), name) for name, one in plain.items()).values():
         if len(names) > 1:
             told = " and ".join(f"{name!r} ({counts[name]})" for name in names)
-            yield SPELLINGS, f"{told} differ in case, blanks or hyphens alone: write them alike if they are one"
+            yield SPELLINGS, f"{told} differ in case, blanks, hyphens or a final .0 alone: write them alike if they are one"
     for name in sorted(counts):
         if name.strip().casefold() in MISSING:
             yield NO_NAME, f"{name!r} ({counts[name]}): take its samples out if it is one"

@@ -16,9 +16,11 @@ from consilium.core.seeding import seed_for
 from consilium.data.folders import list_class_pictures
 from consilium.data.patients import pseudonym, read_identifier
 from consilium.data.safe_open import (
+    DICOM,
     MOST_BYTES as MOST_FILE,
     MOST_SLIDE,
     MOST_VOLUME_FILE,
+    PICTURES,
     SLIDES,
     check_file,
     is_encodable,
@@ -162,17 +164,13 @@ class DataList:
     skipped: int = 0
     notes: tuple[tuple[str, str], ...] = ()
 
-    def map_items(self, change: Callable[[Item], Item]) -> "DataList":
-        """Return the list with every Item changed. Texts stay as they are."""
-        own = {s: tuple(change(one) if isinstance(one, Item) else one for one in items) for s, items in self.splits.items()}
-        return replace(self, splits=own)
-
 
 def read_datalist(path: Path, labels_are_classes: bool | None = False, lost: list[Lost] | None = None) -> DataList:
     """Read a data list or a folder per class. Relative paths start at its folder and may lead out of it, see safe_open.py.
 
-    `labels_are_classes`: whether text labels are class names instead of paths of masks; None decides per label: a text without
-    a suffix is a name. `lost`: unusable entries are left out and added to it; without it, the first such entry is an error.
+    `labels_are_classes`: whether text labels are class names instead of paths of masks; None decides per label: a text is a
+    path if it has the ending of a picture, or another ending and is a file; else it is a name. `lost`: unusable entries are
+    left out and added to it; without it, the first such entry is an error.
     Raises DataError with the file, the entry and the remedy.
     """
     if path.is_dir():
@@ -250,7 +248,11 @@ def with_affine(data: DataList, affine: NiftiAffine | None) -> DataList:
 
     None refuses files in which the two disagree.
     """
-    return data if affine is None else data.map_items(lambda item: replace(item, affine=affine))
+    splits = {
+        split: tuple(replace(one, affine=affine) if isinstance(one, Item) else one for one in items)
+        for split, items in data.splits.items()
+    }
+    return data if affine is None else replace(data, splits=splits)
 
 
 def with_job_labels(
@@ -381,8 +383,10 @@ def _read_entry(path: Path, where: str, entry: Any, classes: bool | None, annota
         raise DataError(f"{where}: {broken[0][:80]!r} has half a character in it (a surrogate); write the whole one")
     _check_values(where, entry)
     label = entry.get("label")
-    if isinstance(label, str) and not (not Path(label).suffix if classes is None else classes):
-        label = path_in_any_unicode_form(path.parent, label)
+    if isinstance(label, str) and not classes:
+        mask = path_in_any_unicode_form(path.parent, label)
+        ends_as_path = label.lower().endswith((*PICTURES, *DICOM)) or (Path(label).suffix and is_there(mask))  # 1.0 is a class
+        label = mask if classes is False or ends_as_path else label
     patient, study = (pseudonym(read_identifier(where, entry, key)) for key in ("patient", "study"))
     known = annotated if entry.get("annotated") is None else entry["annotated"]
     found = Item(

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from consilium.core.errors import ConsiliumError
-from consilium.data.datalist import SPLITS
+from consilium.data.datalist import SPLITS, read_datalist_json
 from consilium.data.folders import list_class_pictures
-from consilium.data.safe_open import read_text
+from consilium.data.safe_open import path_in_any_unicode_form, read_text
 from consilium.data.text import has_texts, split_files
 
 
@@ -34,13 +34,15 @@ def fingerprint(path: Path) -> str:
 
 
 def _datalist_content(path: Path) -> dict[str, Any]:
-    raw: dict[str, Any] = json.loads(read_text(path, ""))
+    raw = read_datalist_json(path)
     for split in SPLITS:
-        entries = raw.get(split, [])
+        entries = raw.setdefault(split, [])
         for number, entry in enumerate(entries):  # names and sizes replace paths; a label that is not a file stays
-            places = {key: path.parent / entry[key] for key in ("image", "label") if isinstance(entry.get(key), str)}
+            entry = {"image": entry} if isinstance(entry, str) else entry
+            named = {key: entry[key] for key in ("image", "label") if isinstance(entry.get(key), str)}
+            places = {key: path_in_any_unicode_form(path.parent, name) for key, name in named.items()}
             entries[number] = entry | {key: _name_and_size(place) for key, place in places.items() if place.exists()}
-    return raw | {split: raw.get(split, []) for split in SPLITS}
+    return raw
 
 
 def _name_and_size(path: Path) -> list[Any]:

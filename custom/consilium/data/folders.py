@@ -87,9 +87,8 @@ def unreadable_role_reason(folder: Path) -> str:
 
 def has_masks(folder: Path) -> bool:
     """Tell whether a folder holds pictures beside their masks."""
-    names = (os.path.join(place, name) for place, _, names in os.walk(folder) for name in names if not name.startswith("."))
-    pictures = sorted(name for name in islice(names, 10 * MOST_FILES) if name.lower().endswith(PICTURES))
-    return has_pairs(folder, [Path(name) for name in pictures])
+    pictures = (picture for one in walk_folders(folder) for picture in _pictures(one))
+    return has_pairs(folder, sorted(islice(pictures, 10 * MOST_FILES)))
 
 
 def import_command(folder: Path) -> str:
@@ -133,11 +132,33 @@ def _class_folders(folder: Path) -> list[tuple[str, Path]]:
 
 def subfolders(folder: Path) -> list[Path]:
     """Return the folders in a folder, sorted by name, without hidden ones."""
-    return sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    with os.scandir(folder) as entries:  # unlike Path.is_dir, it asks the disk once for all entries
+        return sorted(folder / entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+
+
+def walk_folders(root: Path) -> Iterator[Path]:
+    """Yield a folder and all folders below it, parents first, sorted, without hidden folders and __MACOSX.
+
+    Links to other places are followed, each place once. Links into `root`, or to a folder above it, are not.
+    """
+    home, seen, left = root.resolve(), set[Path](), [root]
+    while left:
+        yield (folder := left.pop())
+        below = list[Path]()
+        for one in subfolders(folder):
+            if one.is_symlink():
+                real = one.resolve()
+                if real in seen or real.is_relative_to(home) or home.is_relative_to(real):
+                    continue
+                seen.add(real)
+            if one.name != "__MACOSX":
+                below.append(one)
+        left += reversed(below)
 
 
 def _pictures(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.iterdir() if p.name.lower().endswith(PICTURES))
+    # a Mac writes a hidden file ._a.png beside a.png
+    return sorted(p for p in folder.iterdir() if p.name.lower().endswith(PICTURES) and not p.name.startswith("."))
 
 
 # names of sites ------------------------------------------------------------------------------------------------------------

@@ -42,6 +42,8 @@ _NRRD_TYPES = {
 }  # fmt: skip
 _SPACES = {"right-anterior-superior": (1, 1, 1), "left-anterior-superior": (-1, 1, 1), "left-posterior-superior": (-1, -1, 1)}
 """Signs that turn the axes of a NRRD's space to the patient's right, front and up."""
+_SPATIAL = ("domain", "space", "time", "???", "none")
+"""NRRD's kinds of axes along which voxels lie. Along others, such as RGB-color, lie the values of one voxel."""
 _SPACES |= {"".join(word[0] for word in name.split("-")): signs for name, signs in _SPACES.items()}
 
 
@@ -161,6 +163,10 @@ def _read_nrrd(path: Path, head: bytes) -> _Layout:
     raise_first_fault(path, (unknown, f"holds {fields['type']} in encoding {encoding}, {_CONVERT}"))
     sizes = [int(n) for n in fields["sizes"].split()]
     shape, order = volume_shape(path, sizes), ">" if fields.get("endian", "little").lower() == "big" else "<"
+    axes = zip(sizes, fields.get("kinds", "").lower().split(), strict=False)
+    several = any(size > 1 and kind not in _SPATIAL for size, kind in axes)
+    several = several or "none" in fields.get("space directions", "").lower().split()[:3]
+    raise_first_fault(path, (several, f"holds several values a voxel, {_CONVERT}"))
     affine = None
     if "space directions" in fields:
         space = fields.get("space", "lps" if "space dimension" in fields else "").lower()  # as ITK reads it

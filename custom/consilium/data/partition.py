@@ -43,7 +43,7 @@ from consilium.core.lazy import figure, matplotlib
 from consilium.core.seeding import seed_for
 from consilium.core.storage import PUBLIC, write_atomic, write_figure
 from consilium.data import volumes
-from consilium.data.datalist import SPLITS, Item, files_of, read_datalist, read_datalist_json, with_challenge_splits
+from consilium.data.datalist import SPLITS, DataList, Item, files_of, read_datalist, read_datalist_json, with_challenge_splits
 from consilium.data.images import whole_labels
 from consilium.data.patients import first_linked, item_pseudonym, pseudonym, samples_by_patient
 from consilium.data.settings import PictureSettings
@@ -91,24 +91,14 @@ def partition(
     labels = {item.label for items in data.splits.values() for item in items}
     if None in labels:
         raise DataError(f"{source}: has samples without a class; give every one a label")
-    classes = [str(label) for label in sorted(labels, key=lambda v: (isinstance(v, str), v))]  # numbers by value, then names
+    ordered = sorted(labels, key=lambda v: (isinstance(v, str), v))  # numbers by value, then names
+    classes = list(dict.fromkeys(map(str, ordered)))  # 1 and "1" are one class
     splits = data.splits if test else data.splits | {COMMON_SPLIT: ()}
     found = _assign_to_sites(source, folder, splits, classes, sites, beta, seed, minimum)
-    raw = {} if source.is_dir() else read_datalist_json(source)
-    named = [
-        str(one["patient"]) for split in SPLITS for one in raw.get(split, []) if isinstance(one, dict) and "patient" in one
-    ]
-    patients = {pseudonym(one): one for one in named}  # identifiers in the list; identifiers in files are never written
+    own = _absolute_entries(source, data)
+    entry_of = {id(item): entry for split in SPLITS for item, entry in zip(data.splits[split], own[split], strict=True)}
     for name, mine in found.items():
-        entries = {
-            split: [
-                {"image": str(one.image.resolve()), "label": one.label}
-                | ({} if one.slice is None else {"slice": one.slice})
-                | ({"patient": patients[one.patient]} if one.patient in patients else {})
-                for one in items
-            ]
-            for split, items in mine.items()
-        }
+        entries = {split: [entry_of[id(item)] for item in items] for split, items in mine.items()}
         text = json.dumps({"name": name, "labels": dict(enumerate(classes)), **entries}, indent=1)
         write_atomic(folder / name / "datalist.json", text.encode(), PUBLIC)
     notes = []
@@ -302,7 +292,8 @@ def _read_records(source: Path, by: str, classify_texts: Kinds | None) -> tuple[
             value = record.get(by) if by else ALL
             if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
                 raise DataError(
-                    f"{path}:{number}: --by {by}: expected a text or a number there; found the keys {', '.join(record)[:200]}"
+                    f"{path}:{number}: --by {by}: expected a text or a whole number there; "
+                    f"found the keys {', '.join(record)[:200]}"
                 )
             splits[split].append(Record(line.removesuffix("\n"), str(value), text.patient))
     if classify_texts:  # the splits are clustered together
@@ -441,15 +432,9 @@ def _read_entries(source: Path) -> tuple[list[Entry], dict[str, Any]]:
     """Return all samples of a list, and the values of its other keys. Raises DataError."""
     data = read_datalist(source, None)
     kept = {split for split in SPLITS if split != "test" or with_challenge_splits(data).splits[split]}
-    raw = {} if source.is_dir() else read_datalist_json(source)
-    found = []
+    raw, written, found = {} if source.is_dir() else read_datalist_json(source), _absolute_entries(source, data), []
     for split in (one for one in SPLITS if one in kept):
-        entries = raw.get(split) or [{}] * len(data.splits[split])
-        for item, entry in zip(data.splits[split], entries, strict=True):
-            own = {key: value for key, value in entry.items() if key != "fold"} if isinstance(entry, dict) else {}
-            own |= {"image": str(item.image.resolve())}
-            if item.label is not None:
-                own["label"] = str(item.label.resolve()) if isinstance(item.label, Path) else item.label
+        for item, own in zip(data.splits[split], written[split], strict=True):
             header = volumes.header(item.image, "sform") if volumes.is_volume(item.image) else None
             patient, study = (header.patient, header.study) if header else ("", "")
             whose = (("patient", item.patient or pseudonym(patient)), ("study", item.study or pseudonym(study)))
@@ -464,3 +449,21 @@ def _read_entries(source: Path) -> tuple[list[Entry], dict[str, Any]]:
     if not found:
         raise DataError(f"{source}: holds no samples; give a list with some")
     return found, {key: value for key, value in raw.items() if key not in SPLITS}
+
+
+def _absolute_entries(source: Path, data: DataList) -> dict[str, list[dict[str, Any]]]:
+    """Return the entries of a list by split, with all their keys but `fold`, and with absolute paths.
+
+    Identifiers from files are not in them.
+    """
+    raw = {} if source.is_dir() else read_datalist_json(source)
+    found: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
+    for split, written in found.items():
+        entries = raw.get(split) or [{}] * len(data.splits[split])
+        for item, entry in zip(data.splits[split], entries, strict=True):
+            own = {key: value for key, value in entry.items() if key != "fold"} if isinstance(entry, dict) else {}
+            own |= {"image": str(item.image.resolve())}
+            if item.label is not None:
+                own["label"] = str(item.label.resolve()) if isinstance(item.label, Path) else item.label
+            written.append(own)
+    return found

@@ -65,11 +65,11 @@ def check_identifier(where: str, key: str, value: str) -> str:
 
 
 def read_identifier(where: str, entry: dict[str, Any], key: str) -> str:
-    """Return the canonical spelling of an entry's patient or study, "" if it names none.
+    """Return the canonical spelling of an entry's patient or study, "" if it names none or null.
 
     Raises DataError for a value that is neither text nor a whole number, and for an invisible character.
     """
-    value = entry.get(key, "")
+    value = "" if entry.get(key) is None else entry[key]
     if isinstance(value, bool) or not isinstance(value, str | int):
         shown = type(value).__name__ if isinstance(value, dict | list) else repr(value)[:80]
         raise DataError(f"{where}: {key} {shown} is neither text nor a whole number; write the identifier of the {key}")

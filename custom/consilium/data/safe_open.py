@@ -52,8 +52,9 @@ MOST_TAGS = 256
 """Tags of a page of a TIFF whose tags are read. Scanners write about 30."""
 TIFF_TILE = (322, 323)
 """TIFF's tags of the width and the length of stored tiles."""
-_TIFF_FORMAT, _TIFF_OFFSETS = 339, (324, 273)
-"""TIFF's tags of the format of numbers, where 2 has a sign, and of the places of tiles and of strips."""
+_TIFF_COLOURS, _TIFF_FORMAT, _TIFF_OFFSETS = 262, 339, (324, 273)
+"""TIFF's tags of the meaning of values, where 0 is inverted grey; of the format of numbers, where 2 has a sign; and of the
+places of tiles and of strips."""
 _TIFF_NUMBERS = {1: "B", 3: "H", 4: "I", 6: "b", 8: "h", 9: "i", 16: "Q", 17: "q"}
 """Formats for struct of TIFF's types of whole numbers."""
 MOST_VOLUME_FILE = MOST_VOLUME + 2**20
@@ -140,14 +141,14 @@ class FileResultCache(Generic[T]):
 def stamp(path: Path) -> Stamp:
     """Return numbers that change when a file, or any file in a folder, changes. () for a missing path.
 
-    The files in a folder are examined, because overwriting a file does not change the time of its folder.
+    The files directly in a folder are examined, because overwriting a file does not change the time of its folder.
     """
     try:
         if not path.is_dir():
             found = [path.stat()]
         else:
             with os.scandir(path) as entries:
-                found = [entry.stat() for entry in entries]
+                found = [entry.stat() for entry in entries if entry.is_file()]  # a broken link is no file
     except (OSError, ValueError):
         return ()
     return tuple(sorted((one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found))
@@ -332,6 +333,10 @@ def check_pixels(path: Path, picture: Image.Image) -> None:
         columns, rows = (int(picture.tag_v2.get(tag) or 0) for tag in TIFF_TILE)  # type: ignore[attr-defined]
         if columns * rows > MOST_PIXELS:
             raise UnfitError(f"{path}: is stored in tiles of {columns}x{rows} pixels; save it in smaller ones", "too large")
+        if picture.tag_v2.get(_TIFF_COLOURS) == 0 and picture.mode not in ("1", "L"):  # type: ignore[attr-defined]
+            raise UnfitError(
+                f"{path}: has values of over 8 bits of which 0 is white, which is not read; save it with 0 as black"
+            )
         if picture.mode == "L" and 2 in picture.tag_v2.get(_TIFF_FORMAT, ()):  # type: ignore[attr-defined]
             raise UnfitError(f"{path}: has values of 8 bits with a sign, of which -1 would become 255; save it without")
         if any(0 in picture.tag_v2.get(tag, ()) for tag in _TIFF_OFFSETS):  # type: ignore[attr-defined]
@@ -401,21 +406,22 @@ def is_volume(path: Path) -> bool:
 def volume_format(path: Path) -> VolumeFormat | None:
     """Return the format of a volume, None for any other path.
 
-    A folder is examined again when its modification time changes: while a network share is not mounted, it looks empty.
+    A path is examined again when its modification time changes: while a network share is not mounted, it is missing or empty.
     """
+    name = path.name.lower()
+    if name.endswith(NIFTI):
+        return "nifti"
+    if name.endswith(RAW_VOLUMES):
+        return "mha_nrrd"
     try:
-        return _format_at(path, path.stat().st_mtime_ns if path.is_dir() else 0)
-    except OSError:
+        return "dicom" if _is_dicom_at(path, path.stat().st_mtime_ns) else None
+    except (OSError, ValueError):
         return None
 
 
 @lru_cache(maxsize=65536)
-def _format_at(path: Path, time: int) -> VolumeFormat | None:
-    if path.name.lower().endswith(NIFTI):
-        return "nifti"
-    if path.name.lower().endswith(RAW_VOLUMES):
-        return "mha_nrrd"
-    return "dicom" if is_dicom(path) else None
+def _is_dicom_at(path: Path, time: int) -> bool:
+    return is_dicom(path)
 
 
 def is_dicom(path: Path) -> bool:
@@ -433,4 +439,4 @@ def is_dicom(path: Path) -> bool:
 
 def forget_formats() -> None:
     """Forget the formats found so far, so that every path is examined again."""
-    _format_at.cache_clear()
+    _is_dicom_at.cache_clear()

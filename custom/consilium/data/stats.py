@@ -110,8 +110,7 @@ def _measure(item: Item, classes: Classes, settings: PictureSettings) -> Measure
         else:
             values, window, spread = read_values(item, settings)
             found.size = values.shape[:2]
-        colours = values.dtype == np.uint8 and values.shape[-1] == 3 and values.ndim > 2
-        flat = values.reshape(-1, 1, 3) if colours else values.reshape(-1)
+        flat = values.reshape(-1, 1, 3) if values.ndim > len(found.size) else values.reshape(-1)  # colours, or grey
         some = flat[:: max(1, len(flat) // MOST_VALUES)]
         found.percentiles = tuple(float(v) for v in np.percentile(some, PERCENTILES))
         grey = windowed(some, settings, window, spread)

@@ -387,7 +387,7 @@ class Closing:
                 found = {"form": FORM, **about, "score": first.score, "lower": first.lower, "by": str(by), "units": first.names}
                 cases = [self._case_fields(place, which, number) for place, (which, number) in enumerate(self.picked.items())]
                 found |= {"values": values, "classes": classes, "cases": cases, "pictures": sorted(pictures)}
-                write_atomic(folder / CASES, json.dumps(found, allow_nan=False).encode())
+                write_atomic(folder / CASES, json.dumps(found).encode())
         with self._note_errors("diagnostics"):
             more()
         return self.problems

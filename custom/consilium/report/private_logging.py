@@ -39,11 +39,6 @@ def log_event_privately(event: Mapping[str, Any]) -> dict[str, Any]:
     return {key: event[key] for key in PLACES if key in event}
 
 
-def log_privately(text: str) -> None:
-    """Log a text that depends on the data, to the private log."""
-    _log.info(text)
-
-
 def log_failed_drawing(what: str, error: Exception) -> str:
     """Return a public line on a picture or file that failed: its name and the error's type. Log the error privately."""
     _log.warning(f"{what}: {type(error).__name__}: {error}")

@@ -44,7 +44,7 @@ POOLED = "centralized"
 """The name of the one participant in a run on pooled data."""
 
 
-_EPSILON = dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]]
+_EPSILON = dict[str, Annotated[float, Field(ge=0)]]  # inf if the noise multiplier is 0
 _FILES: dict[str, TypeAdapter[Any]] = {
     "results.json": TypeAdapter(dict[str, dict[str, Number]]),
     "privacy.json": TypeAdapter(strict_model("privacy", {"epsilon": (_EPSILON, {})})),

@@ -184,9 +184,16 @@ def _max_chance(correct: int, guesses: int, units: int, epsilon: float, delta: f
 def judge_guesses(
     attack: str, scores: Values, members: NDArray[np.bool_], delta: float, confidence: float, seed: int = 0
 ) -> AttackResult:
-    """Return the result of guessing by `scores`. The number of guesses is chosen on a random half of the units."""
+    """Return the result of guessing by `scores`. The number of guesses is chosen on a random half of the units.
+
+    Raises DataError if all units are members, or none is.
+    """
     from scipy.stats import rankdata
 
+    inside, outside = int(members.sum()), int((~members).sum())
+    if not (inside and outside):
+        what = f"{inside} members and {outside} other units have a loss"
+        raise DataError(f"{attack}: {what}, and an attack compares both; mend the samples that cannot be read, or give others")
     order = np.random.default_rng(seed).permutation(len(scores))
     chosen, counted = order[::2], order[1::2]
     shares = (0.05, 0.1, 0.2, 0.35, 0.5)
@@ -196,7 +203,6 @@ def judge_guesses(
     correct, guesses = _count_right(scores[counted], members[counted], shares[int(np.argmax(bounds))])
     found = epsilon_bound(correct, guesses, len(counted), delta, confidence)
     # AUC: how often a member has a higher score than another unit, where ties count half
-    inside, outside = int(members.sum()), int((~members).sum())
     auc = float((rankdata(scores)[members].sum() - inside * (inside + 1) / 2) / (inside * outside))
     return AttackResult(attack, len(scores), auc, guesses, correct, found, confidence)
 

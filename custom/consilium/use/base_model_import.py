@@ -290,9 +290,12 @@ def _load_folder(source: Path) -> _Source:
 
 
 def licence_of(folder: Path) -> str:
-    """Return the licence in a folder's provenance.json, or else in the first lines of its README.md, as model hubs read it."""
+    """Return the licence in a folder's provenance.json, or else in the first lines of its README.md, as model hubs read it.
+
+    It is one line, because it becomes a line of a model card's fields.
+    """
     if (folder / PROVENANCE).is_file():
-        return str(read_json(folder, PROVENANCE).get("licence", UNKNOWN))[:200]
+        return shown(read_json(folder, PROVENANCE).get("licence", UNKNOWN), 200)
     path = folder / "README.md"
     if not path.is_file() or path.is_symlink() or path.stat().st_size > LONGEST_TEMPLATE:
         return UNKNOWN
@@ -302,7 +305,7 @@ def licence_of(folder: Path) -> str:
     except (yaml.YAMLError, RecursionError):
         return UNKNOWN
     licence = top.get("license") if isinstance(top, dict) else None
-    return licence[:200] if isinstance(licence, str) and licence else UNKNOWN
+    return shown(licence, 200) if isinstance(licence, str) and licence else UNKNOWN
 
 
 # an adapter ----------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ It needs only MONAI, torch, numpy and Pillow. The package `consilium` copies thi
 """
 
 import csv
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,11 +58,11 @@ def find_pictures(
     network uses the whole picture.
     """
     path = Path(place)
-    found = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix.lower() in ENDINGS)
+    below = (p for p in path.rglob("*") if p.suffix.lower() in ENDINGS and not p.name.startswith("."))
+    found = [path] if path.is_file() else sorted(below)
     if not found:
         raise ValueError(f"{place}: no pictures there ({', '.join(ENDINGS)}); give --dataset_dir FOLDER or FILE")
-    names = [p.stem for p in found]
-    if twice := next((name for name in names if names.count(name) > 1), None):
+    if twice := next((name for name, count in Counter(p.stem for p in found).items() if count > 1), None):
         raise ValueError(
             f"{place}: two pictures are named {twice!r}, so their outputs would have one name; run them one by one"
         )

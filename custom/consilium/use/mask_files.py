@@ -16,12 +16,10 @@ from consilium import __version__
 from consilium.core.errors import DataError
 from consilium.core.storage import write_atomic
 from consilium.data import nifti, volumes
-from consilium.data.safe_open import RAW_VOLUMES, volume_format
+from consilium.data.safe_open import DICOM, NIFTI, PICTURES, RAW_VOLUMES, volume_format
 
 TIFF = (".tif", ".tiff")
 _MASK_ENDING = re.compile(r"\.(nii|nii\.gz|dcm|dicom|png|tiff?)\Z", re.IGNORECASE | re.ASCII)
-LOSSY = (".jpg", ".jpeg", ".bmp")
-"""Endings of pictures whose masks are written as PNG, because JPEG changes values."""
 
 
 def mask_files(name: str) -> tuple[str, str, str]:
@@ -30,12 +28,14 @@ def mask_files(name: str) -> tuple[str, str, str]:
     The mask has the input's name if its format can hold labels, else with an ending added.
     """
     low = name.lower()
-    if low.endswith((".png", *TIFF, ".nii", ".nii.gz", ".dcm", ".dicom")):
+    if low.endswith((".png", *TIFF, *NIFTI, *DICOM)):
         mask = name
+    elif low.endswith(PICTURES):  # JPEG would change values, and GIF or a slide cannot be written
+        mask = f"{name}.nii.gz" if low.endswith(RAW_VOLUMES) else f"{name}.png"
     else:
-        mask = f"{name}.nii.gz" if low.endswith(RAW_VOLUMES) else f"{name}.png" if low.endswith(LOSSY) else f"{name}.dcm"
+        mask = f"{name}.dcm"
     stem, low = _MASK_ENDING.sub("", mask), mask.lower()
-    ending = ".dcm" if low.endswith((".dcm", ".dicom")) else ".nii.gz" if low.endswith((".nii", ".nii.gz")) else ".tif"
+    ending = ".dcm" if low.endswith(DICOM) else ".nii.gz" if low.endswith(NIFTI) else ".tif"
     return mask, f"{stem}_overlay.png", f"{stem}_probabilities{ending}"
 
 

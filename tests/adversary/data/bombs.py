@@ -558,7 +558,7 @@ def _imported(path: Path) -> str:
     from PIL import Image
 
     from consilium.data.importers.base import Options
-    from consilium.data.importers.registry import import_set
+    from tests.data.importing import import_set
 
     name = "medquad" if path.name.startswith("texts") else "monuseg"
     source = path.with_suffix(".set")

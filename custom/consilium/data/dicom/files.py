@@ -320,11 +320,11 @@ def only_file_or_path(path: Path) -> Path:
 
 
 def _dicom_files(folder: Path) -> list[Path]:
-    """Return the DICOM files directly in a folder, sorted by name. Raises DataError for too many files."""
+    """Return the DICOM files directly in a folder, sorted by name, without hidden ones. Raises DataError for too many files."""
     entries = list(islice(folder.iterdir(), MOST_FILES + 1))
     if len(entries) > MOST_FILES:
         raise DataError(f"{folder}: holds more than {MOST_FILES:,} files; give each series a folder of its own")
-    return sorted(entry for entry in entries if not entry.is_dir() and is_dicom(entry))
+    return sorted(one for one in entries if not (one.name.startswith(".") or one.is_dir()) and is_dicom(one))
 
 
 def is_companion_object(elements: Dataset) -> bool:

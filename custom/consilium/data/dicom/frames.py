@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from pydicom import Dataset
 from pydicom.pixels import apply_modality_lut, apply_voi
-from pydicom.uid import UID, ParametricMapStorage, RTStructureSetStorage
+from pydicom.uid import UID, ParametricMapStorage, RTDoseStorage, RTStructureSetStorage
 
 from consilium.core.errors import DataError
 from consilium.data.dicom.files import SEGMENTATIONS, patient_identifier, series, wrap_dicom_errors
@@ -190,8 +190,8 @@ def read_stack_headers(path: Path) -> Stack:
         what = f"holds no image but what the standard calls {uid.name}" if uid.name != uid else "holds no image"
         what = "holds contours, which need their image's grid" if uid == RTStructureSetStorage else what
         raise DataError(f"{path}: {what}; name an image")
-    if first.get("SOPClassUID") == ParametricMapStorage:
-        raise DataError(f"{path}: is a parametric map, which is not read; save it as NIfTI, or as an image of whole numbers")
+    if unread := {ParametricMapStorage: "a parametric map", RTDoseStorage: "a dose"}.get(first.get("SOPClassUID")):
+        raise DataError(f"{path}: is {unread}, which is not read; save it as NIfTI, or as an image of whole numbers")
     _check_decoded_bytes(path, files)
     frames = list(chain.from_iterable(frames_of(file, elements) for file, elements in files.items()))
     if len(frames) > 1 and len(files) > 1 and any(frame.place is None for frame in frames):

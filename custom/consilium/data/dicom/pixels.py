@@ -316,8 +316,12 @@ def _transfer_syntax(file: Path, elements: Dataset) -> UID:
             raise ValueError("big endian without a transfer syntax")
         meta.TransferSyntaxUID = ImplicitVRLittleEndian if implicit else ExplicitVRLittleEndian
     syntax = UID(meta.TransferSyntaxUID)
-    if not any(name in elements for name in PIXELS):
-        raise DataError(f"{file}: has no pixels, or ends within them; {TAKE_OFF}")
+    whole = "which are not read; save it as NIfTI, or as an image of whole numbers"
+    raise_first_fault(
+        file,
+        (not any(name in elements for name in PIXELS), f"has no pixels, or ends within them; {TAKE_OFF}"),
+        ("PixelData" not in elements, f"has pixels of floating-point numbers, {whole}"),
+    )
     known = False
     with suppress(NotImplementedError):
         known = get_decoder(syntax).is_available
@@ -325,7 +329,7 @@ def _transfer_syntax(file: Path, elements: Dataset) -> UID:
         what = "in a way unknown here" if syntax.is_private or syntax.name == syntax else f"as {syntax.name}"
         raise DataError(f"{file}: is compressed {what}, which is not read; {_SAVE_AS}")
     bits = int(elements.BitsStored)
-    plain = "PixelData" in elements and not syntax.is_encapsulated
+    plain = not syntax.is_encapsulated
     raise_first_fault(
         file,
         (int(elements.get("HighBit", bits - 1)) != bits - 1, f"its stored bits are not the lowest ones; {TAKE_OFF}"),

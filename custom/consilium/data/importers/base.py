@@ -2,10 +2,9 @@
 
 import csv
 import io
-import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -17,6 +16,7 @@ from PIL import Image
 
 from consilium.core.errors import DataError
 from consilium.core.sanitize import first_names_text
+from consilium.data.folders import walk_folders
 from consilium.data.pairs import Pattern, compose_unicode
 from consilium.data.safe_open import check_file, open_picture, text_lines, wrap_decoding_errors
 
@@ -141,13 +141,6 @@ def wrong_layout(source: Path, expected: str) -> DataError:
     names = sorted(p.name + "/" * p.is_dir() for p in source.iterdir() if not p.name.startswith(".")) if source.is_dir() else []
     found = first_names_text(names, 6) or ("nothing" if source.is_dir() else "no such folder")
     return DataError(f"{source}: expected {expected}; found {found}")
-
-
-def walk_folders(root: Path) -> Iterator[Path]:
-    """Yield a folder and all folders below it, parents first, sorted, without hidden folders and __MACOSX."""
-    for folder, below, _ in os.walk(root):
-        below[:] = sorted(name for name in below if not name.startswith(".") and name != "__MACOSX")
-        yield Path(folder)
 
 
 def find_files(root: Path, endings: Sequence[str]) -> list[Path]:

@@ -11,7 +11,7 @@ from consilium.core.errors import DataError, UnfitError
 from consilium.core.grouping import group_by_key
 from consilium.data import pictures, slides, volumes
 from consilium.data.check_samples import image_shape
-from consilium.data.class_checks import ONE_CLASS, all_masks_binary, classes_for, doubtful_name_findings
+from consilium.data.class_checks import MISSING, ONE_CLASS, all_masks_binary, classes_for, doubtful_name_findings
 from consilium.data.datalist import Item, read_json
 from consilium.data.folders import describe_renames, valid_site_names
 from consilium.data.images import check_mask_shape, read_labels
@@ -48,6 +48,9 @@ def result_of_labels(
         notes.append(
             f"{len(cut)} patients are in several splits of the source, such as {cut[0][1]} of {cut[0][0]}; --resplit cuts anew"
         )
+    if odd := sorted({one.group for one in found if one.is_patient and one.group.strip().casefold() in MISSING}):
+        told = f"{', '.join(odd)}: all its samples are one patient's; leave the cells empty if they are not"
+        notes.append(f"patient that looks like a missing value: {told}")
     masks, classed = ([one for one in found if isinstance(one.label, Path) is kind] for kind in (True, False))
     if not masks:
         return _result_by_class_name(classed, notes)

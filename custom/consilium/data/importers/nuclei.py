@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw
 
 from consilium.core.errors import DataError
 from consilium.data import pictures
-from consilium.data.folders import slug
+from consilium.data.folders import slug, walk_folders
 from consilium.data.importers.base import (
     GIVE,
     NO_PATIENTS,
@@ -29,7 +29,6 @@ from consilium.data.importers.base import (
     find_subfolder,
     mask_png,
     read_xml,
-    walk_folders,
     wrong_layout,
 )
 from consilium.data.safe_open import MOST_SLIDE, wrap_decoding_errors

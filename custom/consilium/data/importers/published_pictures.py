@@ -13,7 +13,7 @@ import numpy as np
 
 from consilium.core.errors import DataError
 from consilium.data import pictures
-from consilium.data.folders import list_class_pictures, select_sites
+from consilium.data.folders import list_class_pictures, select_sites, walk_folders
 from consilium.data.importers.base import (
     NO_PATIENTS,
     PICTURE_ENDINGS,
@@ -31,7 +31,6 @@ from consilium.data.importers.base import (
     grey_values,
     is_usable_mask,
     mask_png,
-    walk_folders,
     wrong_layout,
 )
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from consilium.core.errors import DataError
 from consilium.data import nifti
-from consilium.data.folders import select_sites, slug
+from consilium.data.folders import select_sites, slug, walk_folders
 from consilium.data.importers.base import (
     DerivedFile,
     Importer,
@@ -21,7 +21,6 @@ from consilium.data.importers.base import (
     csv_rows_if_complete,
     find_files,
     find_subfolder,
-    walk_folders,
     wrong_layout,
 )
 from consilium.data.safe_open import wrap_decoding_errors

@@ -41,20 +41,6 @@ _TAKEN_BY_SOME = {
 """Fields of Options that only some importers take, and their options at the command line."""
 
 
-def import_set(
-    name: str,
-    source: Path,
-    dest: Path,
-    options: Options = Options(),  # noqa: B008 - frozen
-    add: bool = False,
-) -> dict[str, Any]:
-    """Import the data set `name` like `import_by_label_kind`.
-
-    Return the first record: of the sites with masks if both kinds exist.
-    """
-    return next(iter(import_by_label_kind(name, source, dest, options, add).values()))
-
-
 def import_by_label_kind(
     name: str, source: Path, dest: Path, options: Options, add: bool = False
 ) -> dict[Path, dict[str, Any]]:

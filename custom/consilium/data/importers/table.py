@@ -1,6 +1,7 @@
 """Importer of tables: CSV files with a row per picture or text, its label and, where known, site, patient and split."""
 
 import csv
+import os
 import re
 import shlex
 from collections import Counter
@@ -75,7 +76,8 @@ class Table:
             label = files["label", values["label"]] if self.has_masks else values["label"]
             own, image = values.get("site", "") or site, files["image", values["image"]]
             one = SourceSample(own, who or values["image"], image, label, split=split, is_patient=bool(who))
-            if (before := known.setdefault(str(one.image), row.number)) != row.number:  # or it might get into two splits
+            place = os.path.realpath(str(one.image))  # one file under two names might get into two splits
+            if (before := known.setdefault(place, row.number)) != row.number:
                 raise DataError(
                     f"{self.path}: line {row.number}: image {row.values['image']!r} is that of line {before}; "
                     "keep one of the two"
@@ -176,7 +178,8 @@ def _read_csv(source: Path) -> tuple[list[str], Iterator[Row]]:
     while first and (not first.strip() or SEPARATOR.fullmatch(first.strip("\r\n"))):
         said = said or SEPARATOR.fullmatch(first.strip("\r\n"))
         before, first = before + 1, next(lines, "")
-    reader = csv.DictReader(chain([first], lines), delimiter=said[1] if said else max(",;\t", key=first.count))
+    bare = re.sub(r'"[^"]*"', "", first)  # quoted headings may hold any of the separators
+    reader = csv.DictReader(chain([first], lines), delimiter=said[1] if said else max(",;\t", key=bare.count))
     there = reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
     if picture := next((name for name in there if _is_picture_path(source, name)), None):
         raise DataError(

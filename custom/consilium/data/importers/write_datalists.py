@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -162,29 +163,29 @@ def deal_out_patients(samples: Sequence[Sample], name: str, options: Options) ->
 def split_site(samples: Sequence[Sample], site: str, options: Options) -> dict[str, list[Sample]]:
     """Return one site's samples by split. The publisher's splits stay; missing ones are cut from the rest by group.
 
-    Samples with a class are cut class by class, so that every split has all classes.
+    Groups are cut class by class, so that every split has all classes. A group of several classes counts under its most
+    frequent one.
     """
     given = {sample.split for sample in samples}
     shares = {s: 0.0 if s in given else share for s, share in (("test", options.test), ("validation", options.validation))}
     shares |= {"test": 1.0} if options.test == 1 else {}
-    chosen: dict[tuple[str, str], str] = {}
-    for stratum in sorted({_stratum(sample) for sample in samples}):
-        groups = sorted({s.group for s in samples if s.split is None and _stratum(s) == stratum})
+    uncut = [s for s in samples if s.split is None]
+    labels = group_by_key((s.group, s.label if isinstance(s, SourceSample) and isinstance(s.label, str) else "") for s in uncut)
+    # of equally frequent classes, the first by name
+    strata = group_by_key((Counter(sorted(own)).most_common(1)[0][0], group) for group, own in sorted(labels.items()))
+    chosen: dict[str, str] = {}
+    for stratum, groups in strata.items():
         order = np.random.default_rng(seed_for(options.seed, "import", site, stratum)).permutation(len(groups))
         names: list[str] = []
         least = 0 if options.test == 1 else 1
         for split, share in shares.items():  # shares are rounded, and training gets at least one group unless all are tested
             names += [split] * min(int(share * len(groups) + 0.5), max(len(groups) - least - len(names), 0))
         names += ["training"] * (len(groups) - len(names))
-        chosen |= {(stratum, groups[index]): split for index, split in zip(order, names, strict=True)}
+        chosen |= {groups[index]: split for index, split in zip(order, names, strict=True)}
     found: dict[str, list[Sample]] = {split: [] for split in SPLITS}
     for sample in samples:
-        found[sample.split or chosen[_stratum(sample), sample.group]].append(sample)
+        found[sample.split or chosen[sample.group]].append(sample)
     return found
-
-
-def _stratum(sample: Sample) -> str:
-    return sample.label if isinstance(sample, SourceSample) and isinstance(sample.label, str) else ""
 
 
 def _write_site(folder: Path, site: str, splits: dict[str, list[Sample]], classes: Any) -> None:

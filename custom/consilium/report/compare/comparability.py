@@ -118,6 +118,9 @@ def _score_settings(run: RunRecord) -> dict[str, Any]:
     found = {k: v for k, v in run.settings.items() if k.startswith(("task.", "data.")) and not k.startswith(LEARNING)}
     if run.settings.get("task.scores.grid") == "resized":  # masks are compared at the model's own pixels
         found["model.image_size"] = run.settings.get("model.image_size")
+    if run.metric == "loss" and run.settings["task.name"] in ("language", "report"):  # another tokenizer cuts other tokens
+        found |= {key: run.settings.get(key) for key in ("model.name", "model.variant", "model.max_length")}
+        found[CHECKPOINT] = PurePath(str(run.settings.get(CHECKPOINT))).name
     return found
 
 

@@ -127,6 +127,7 @@ class Plot:
 
 Drawn = Plot | str
 """A picture, or the reason why there is none."""
+INCOMPLETE = "no method has a seed with scores at all sites"
 
 
 def style(index: int) -> dict[str, Any]:
@@ -283,6 +284,8 @@ def axis_figure(scores: GroupScores, width: float = COLUMN) -> Drawn:
         lines.setdefault(rest or axis, {})[labels[axis]] = means
         seeds = zip(scores.complete_seeds(method), means, strict=True)
         rows += [{"method": method, axis: labels[axis], "seed": seed, "value": value} for seed, value in seeds]
+    if not lines:
+        return INCOMPLETE
     figure = Figure(figsize=(width, _panel_height(lines, width)), layout="constrained")
     plot = figure.subplots()
     draw_lines(plot, lines)
@@ -397,7 +400,7 @@ def score_by_bytes_figure(scores: GroupScores, width: float = COLUMN) -> Drawn:
         if there and len(there) == len(sizes):
             points[method] = fmean(there), scores.means(method)
     if not any(x > 0 for x, _ in points.values()):
-        return "no run sent anything"
+        return "no run sent anything" if any(map(scores.means, scores.methods)) else INCOMPLETE
     figure = Figure(figsize=(width, _panel_height(scores.methods, width)), layout="constrained")
     axis = figure.subplots()
     for index, (method, (x, values)) in enumerate(points.items()):

@@ -5,6 +5,7 @@ They name files and show patients, so only this user can read them.
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,8 @@ def _middle_plane(item: Item, settings: PictureSettings) -> Item:
     """Return the middle plane of a volume; any other item unchanged."""
     if item.slice is not None or not is_volume(item.image):
         return item
-    axis = settings.slices.axis
-    return Item(item.image, item.label, header(item.image).grid.plane_count(axis) // 2, axis)
+    axis = item.plane_axis(settings.slices.axis)
+    return replace(item, slice=header(item.image, item.affine).grid.plane_count(axis) // 2, axis=axis)
 
 
 # statistics -------------------------------------------------------------------------------------------------------------

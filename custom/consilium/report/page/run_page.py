@@ -225,12 +225,6 @@ LEDGER = "ledger.sqlite"
 NO_BOUND = "no bound (its jobs are of a finer unit, or without noise)"
 
 
-def audit_sections(folder: Path) -> list[dict[str, Any]]:
-    """Return `audit_section` of each audit.jsonl in a site's folder."""
-    paths = [place / FILE for place in [folder, *subfolders(folder)]]
-    return [audit_section(path) for path in paths if path.is_file() and not path.is_symlink()]
-
-
 def audit_section(path: Path) -> dict[str, Any]:
     """Return the record in an audit.jsonl and its tables; or None, why it is not shown, and whether it is `too_large`."""
     if path.stat().st_size > MOST_BYTES:
@@ -328,6 +322,7 @@ def site_page(folder: Path, site: str) -> str:
     private: Statement = [NONE if known else unknown], []
     if cases and cases.privacy is not None:  # at record level only the site itself knows its plan
         private = plan_statement(cases.privacy)
+    audits = [one / FILE for one in [place, *subfolders(place)]]
     values = {
         "warnings": [own] if cases else [],
         "facts": [("site", site), *state],
@@ -338,7 +333,7 @@ def site_page(folder: Path, site: str) -> str:
         "confused": confusion_tables(closing, cases.classes) if cases else {},
         "figures": curve_figures(record, site) if record else [],
         "site": site_section("own", site, place, cases) if cases else None,
-        "audits": audit_sections(place),
+        "audits": [audit_section(path) for path in audits if path.is_file() and not path.is_symlink()],
         "ledger": table,
         "no_ledger": problem,
         "privacy": private[0],
