@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from consilium.client.build import build_pooled_site
 from consilium.config.site import SIMULATION, SiteConfig, TrackingConfig
@@ -138,13 +139,22 @@ class LocalTransport:
         """See Transport. Sites in workers begin at once; sites in this process run one after another when waited for."""
         c = self._coordinator
         answers = {name: self._members[name].prepare_ask(kind, c.run, message) for name, message in messages.items()}
+        joining = kind in (Kind.HELLO, Kind.STATISTICS)
+
+        def receive(name: str, answer: Callable[[], Any]) -> None:
+            try:
+                found = answer()
+            except ConsiliumError as error:
+                c.refuse(name, str(error), joining, error.reason)
+                return
+            try:
+                take(name, found)
+            except ConsiliumError as error:  # the server's own text, not the site's
+                c.refuse(name, str(error), joining)
 
         def end() -> None:
             done = self._beside.run(answers) if self._beside and kind in (Kind.TRAIN, Kind.EVALUATE) else answers
             for name, answer in done.items():
-                try:
-                    take(name, answer())  # no result is held while the next site trains
-                except ConsiliumError as error:
-                    c.refuse(name, str(error), kind in (Kind.HELLO, Kind.STATISTICS), error.reason)
+                receive(name, answer)  # no result is held while the next site trains
 
         return end
