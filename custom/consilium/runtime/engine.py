@@ -71,11 +71,11 @@ def simulate(
         own = next(iter(sites.values())).model_copy(update={"tracking": tracking})
         saved = scored_run_state(job, former)
         coordinator = Coordinator(job, workspace, observer, resume, own=own)
-        root = workspace / IDENTITIES / "rootCA.pem"
-        masked = MaskedRounds(coordinator, read_root(root), SERVER) if job.config.secure_aggregation else None
-        crossing = CrossSites(coordinator, job.config.cross_site, saved) if job.config.cross_site and saved else None
-        write_json(workspace / SIMULATION, sites_record(sites)._asdict())
         try:
+            root = workspace / IDENTITIES / "rootCA.pem"
+            masked = MaskedRounds(coordinator, read_root(root), SERVER) if job.config.secure_aggregation else None
+            crossing = CrossSites(coordinator, job.config.cross_site, saved) if job.config.cross_site and saved else None
+            write_json(workspace / SIMULATION, sites_record(sites)._asdict())
             beside = SideBySide({name: one.site for name, one in here.items()}, together, observer) if together > 1 else None
             transport = LocalTransport(coordinator, {**members, **trainers}, trainers, beside)
             RunLoop(coordinator, transport, masked, crossing, probe, pooled).run()
