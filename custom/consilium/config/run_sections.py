@@ -143,7 +143,14 @@ class FederationConfig(Section):
             description="the largest weight of a site in the mean, for a site that reports more samples; by default no limit"
         ),
     ] = None
-    round_timeout: Annotated[Seconds, Field(gt=0, description="the time limit of a round in seconds")] = 3600.0
+    round_timeout: Annotated[
+        Seconds,
+        Field(
+            gt=0,
+            description="how many seconds a site has for a task, such as the training of a phase; `--engine inprocess` has no "
+            "limit",
+        ),
+    ] = 3600.0
     straggler_grace_seconds: Annotated[
         Seconds, Field(description="how many seconds to wait for further sites after the quorum has reported")
     ] = 600.0
@@ -263,10 +270,6 @@ class CrossSiteConfig(Section):
 # diagnostics -----------------------------------------------------------------------------------------------------------
 # The `diagnostics:` section of job.yaml: measurements of a run in addition to the scores.
 
-Every = Annotated[int, Field(ge=1, le=100_000, description="measure in rounds `every`, 2 `every`, ..., counted from 1")]
-SiteCount = Annotated[int, Field(ge=1, le=10_000, description="how many of a round's sites are measured, drawn by the seed")]
-OracleRank = Annotated[int, Field(ge=1, le=65536, description="the oracle's rank; by default each layer's full rank")]
-
 
 class OracleConfig(Section):
     """Drift from an oracle (FedHera, Eq. 14 and 15), for strategies with unequal ranks.
@@ -274,9 +277,11 @@ class OracleConfig(Section):
     The oracle is the same site on the same batches. It starts from the whole global update and trains all ranks.
     """
 
-    every: Annotated[Every, Field(description="measure in rounds `every`, 2 `every`, ..., counted from 1")] = 1
-    sites: Annotated[SiteCount, Field(description="how many of a round's sites are measured, drawn by the seed")] = 5
-    rank: Annotated[OracleRank | None, Field(description="the oracle's rank; by default each layer's full rank")] = None
+    every: Annotated[int, Field(ge=1, le=100_000, description="measure in rounds `every`, 2 `every`, ..., counted from 1")] = 1
+    sites: Annotated[int, Field(ge=1, le=10_000, description="how many of a round's sites are measured, drawn by the seed")] = 5
+    rank: Annotated[
+        Annotated[int, Field(ge=1, le=65536)] | None, Field(description="the oracle's rank; by default each layer's full rank")
+    ] = None
 
 
 class DiagnosticsConfig(Section):

@@ -8,13 +8,12 @@ from typing import Any
 
 from consilium.client.build import build_pooled_site
 from consilium.config.site import SIMULATION, SiteConfig, TrackingConfig
-from consilium.core.errors import ConfigError, ConsiliumError
+from consilium.core.errors import ConfigError, ConsiliumError, raise_first
 from consilium.core.messages import Kind, Observer
 from consilium.core.sanitize import count_with_noun
 from consilium.core.storage import write_json
 from consilium.data.disk_cache import clear_cache_if_present
 from consilium.federation.job_assembly import Job
-from consilium.federation.job_consistency import refuse_first
 from consilium.federation.site_names import sites_record
 from consilium.privacy.secagg.certificates import FOLDER as IDENTITIES, SERVER, make_simulated_identities, read_root
 from consilium.runtime.run_loop import RunLoop, Take
@@ -108,7 +107,7 @@ def _check_options(job: Job, sites: Mapping[str, SiteConfig], workspace: Path, r
             job.config.diagnostics.reads_site_tensors
         ),
     }
-    refuse_first("--workers", problems if workers else {})
+    raise_first(problems if workers else {}, source="--workers")
 
 
 class LocalTransport:

@@ -196,7 +196,7 @@ class Coordinator:
                 out = {name: reason for name, reason in self.declined.items() if name not in self.sites}
                 step = "mend that, then submit the job again" if out else "wait for more sites or lower it"
                 raise ConsiliumError(f"round {self.state.round + 1}: {refusals_text(out, 'refused')}{have}; {step}")
-            if names is None:  # the sample follows from seed and round, so all phases of a round have the same sites
+            if names is None:  # the sample follows from seed, round and the registered sites, and not from the phase
                 config, every = self.job.config, sorted(self.trainers)
                 count = max(self.quorum, math.ceil(config.federation.fraction_train * len(every)))
                 names = sorted(random.Random(seed_for(config.training.seed, "sample", self.state.round)).sample(every, count))

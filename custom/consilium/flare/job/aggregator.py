@@ -8,11 +8,10 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 
-from consilium.core.errors import ConfigError, RefusedError
+from consilium.core.errors import ConfigError, RefusedError, raise_first
 from consilium.core.messages import Payload, SiteInfo
 from consilium.core.sanitize import shown
 from consilium.federation.job_assembly import Job
-from consilium.federation.job_consistency import refuse_first
 from consilium.flare.job import job_context, wire
 from consilium.privacy.plan import make_plan
 from consilium.server.aggregation import RoundAggregate, aggregate_for
@@ -89,7 +88,7 @@ class StrategyAggregator(ModelAggregator):
                 job.config.server is not None and job.config.server.optimizer is not None
             ),
         }
-        refuse_first("StrategyAggregator", problems)
+        raise_first(problems, source="StrategyAggregator")
         mean = {n: t.to(job.initial[n].dtype) for n, t in self._aggregate.take_mean().items()}
         return FLModel(params_type=ParamsType.DIFF, params=mean)
 

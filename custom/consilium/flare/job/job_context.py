@@ -19,12 +19,11 @@ from nvflare.apis.workspace import Workspace
 from consilium.client.approval import check_approved
 from consilium.config.job import load_job
 from consilium.config.site import Given, SiteConfig, allowed_plugins, find_site, load_site, plugins_allowed_by_kit
-from consilium.core.errors import ConfigError, Reason
+from consilium.core.errors import ConfigError, Reason, raise_first
 from consilium.core.messages import Observer
 from consilium.core.registry import NO_PLUGINS, Plugins
 from consilium.core.storage import make_private_folder, read_json, sweep, write_atomic
 from consilium.federation.job_assembly import Job, assemble_job
-from consilium.federation.job_consistency import refuse_first
 from consilium.federation.run_folders import OWNER, RUNS, STATE, check_run_name, claim_run_folder, default_run_name, known_run
 from consilium.flare.job.simulation_settings import IDENTITIES, OUTPUT, is_simulated_process, read_settings
 from consilium.flare.kit.revocation import revoked_since, revoked_until
@@ -82,7 +81,7 @@ def check_federated(job: Job, path: Path) -> Job:
             job.config.diagnostics.reads_site_tensors
         ),
     }
-    refuse_first(path, problems)
+    raise_first(problems, source=path)
     return job
 
 
@@ -118,7 +117,8 @@ def server_config(fl_ctx: FLContext) -> SiteConfig:
     """Return the server's own configuration, of which the checkpoint folder and tracking are used. Raises ConfigError."""
     path = Path(workspace(fl_ctx).get_site_config_dir()) / "site.yaml"
     if is_simulated_process() or not path.is_file():
-        return SiteConfig(checkpoints=_simulation_settings().checkpoints, tracking=_simulation_settings().tracking)
+        settings = _simulation_settings()
+        return SiteConfig(checkpoints=settings.checkpoints, tracking=settings.tracking)
     return load_site(path)
 
 
