@@ -167,6 +167,17 @@ def test_a_phase_of_named_sites_never_draws_others(small_job: MakeJob, tmp_path:
     assert server.start([]) == {}
 
 
+def test_a_share_of_the_sites_is_not_rounded_up_for_a_rounding_error(small_job: MakeJob, tmp_path: Path) -> None:
+    """0.07 * 100 and 0.56 * 25 are over 7 and 14 as floating-point numbers; 0.05 of 93 sites are 4.65."""
+    config = small_job().config
+    for train, evaluate, counts in ((0.07, 0.0, (7, 0)), (0.75, 0.56, (75, 14)), (0.07, 0.05, (7, 5))):
+        shares = {"fraction_train": train, "fraction_evaluate": evaluate}
+        federation = config.federation.model_copy(update=shares)
+        job = assemble_job(config.model_copy(update={"federation": federation}))
+        server = coordinator(job, tmp_path / str(counts), sites=100)
+        assert (len(server.start()), len(server.evaluation_payloads())) == counts
+
+
 def test_a_folder_holds_one_run_and_one_process_works_on_it(small_job: MakeJob, tmp_path: Path) -> None:
     first = coordinator(small_job(), tmp_path)
     with pytest.raises(ConfigError, match="holds a run already"):

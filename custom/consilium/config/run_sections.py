@@ -1,5 +1,6 @@
 """Sections of job.yaml that control a run: training, validation, federation, server, statistics, cross_site, diagnostics."""
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
@@ -114,6 +115,10 @@ class TrainingConfig(Section):
 # The `federation:` section of job.yaml.
 
 
+ROUNDING = 1e-9
+"""More than the rounding error of a share times a number of sites: 0.07 * 100 is over 7."""
+
+
 class FederationConfig(Section):
     """Participation of sites, weights and time limits."""
 
@@ -158,6 +163,14 @@ class FederationConfig(Section):
         Positive,
         Field(description="an update is refused if its norm is over this many times the norm of the adapter's initial tensors"),
     ] = 100.0
+
+    def count_to_train(self, sites: int) -> int:
+        """Return how many of `sites` sites a round asks to train."""
+        return min(sites, max(self.min_sites, math.ceil(self.fraction_train * sites - ROUNDING)))
+
+    def count_to_evaluate(self, others: int) -> int:
+        """Return how many of the `others` sites, which do not train in a round, evaluate."""
+        return math.ceil(self.fraction_evaluate * others - ROUNDING)
 
 
 # server ----------------------------------------------------------------------------------------------------------------

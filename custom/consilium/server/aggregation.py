@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from consilium.config.job import TrainingConfig
-from consilium.config.run_sections import ServerConfig
+from consilium.config.run_sections import ROUNDING, ServerConfig
 from consilium.core.errors import ConsiliumError, RefusedError
 from consilium.core.messages import TRAIN_LOSS, TRAIN_PENALTY, Payload, SiteInfo, Tensors
 from consilium.core.norms import concat_small
@@ -136,7 +136,7 @@ def robust_mean(config: ServerConfig, updates: Sequence[Tensors]) -> Tensors:
         raise RefusedError("no site's update was accepted, so there is no mean; check the sites' logs")
     count = len(updates)
     most = (count - 1) // 2
-    cut = most if config.mean == "median" else min(math.ceil(config.trim * count - 1e-9), most)  # 0.1 * 30 is over 3
+    cut = most if config.mean == "median" else min(math.ceil(config.trim * count - ROUNDING), most)
     ordered = {name: torch.stack([one[name].double() for one in updates]).sort(0).values for name in updates[0]}
     return {name: values[cut : count - cut].mean(0) for name, values in ordered.items()}
 

@@ -198,7 +198,7 @@ class Coordinator:
                 raise ConsiliumError(f"round {self.state.round + 1}: {refusals_text(out, 'refused')}{have}; {step}")
             if names is None:  # the sample follows from seed, round and the registered sites, and not from the phase
                 config, every = self.job.config, sorted(self.trainers)
-                count = max(self.quorum, math.ceil(config.federation.fraction_train * len(every)))
+                count = config.federation.count_to_train(len(every))
                 names = sorted(random.Random(seed_for(config.training.seed, "sample", self.state.round)).sample(every, count))
             self.asked = {name: self.sites[name] for name in names if name in self.sites}
             self.accepted, self._results, self._trained, self.reasons = set(), {}, [], {}
@@ -229,9 +229,8 @@ class Coordinator:
         if self.state.phase:
             return {}
         others = {name: site for name, site in self.trainers.items() if name not in self.asked}
-        count = math.ceil(self.job.config.federation.fraction_evaluate * len(others))
         generator = random.Random(seed_for(self.job.config.training.seed, "held-out", self.state.round))
-        drawn = sorted(generator.sample(sorted(others), count))
+        drawn = sorted(generator.sample(sorted(others), self.job.config.federation.count_to_evaluate(len(others))))
         return {name: replace(self.job.strategy.final(self.state, others[name]), phase=HELD_OUT) for name in drawn}
 
     def accept_held_out(self, name: str, result: Payload) -> str | None:
