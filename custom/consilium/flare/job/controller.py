@@ -1,8 +1,8 @@
 """The server's FLARE controller, which runs the rounds of one Coordinator by sending tasks to the sites."""
 
 import errno
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -59,7 +59,7 @@ class RoundController(Controller):
         """Read the job and prepare its coordinator. A job that cannot run ends here with one line that says why."""
         wire.register()
         share_timers()
-        try:
+        with self._give_up_on_error(fl_ctx):
             job, self._revoked = job_context.load(fl_ctx), job_context.watch_revocations(fl_ctx)
             aggregator = fl_ctx.get_engine().get_component(self.aggregator_id)
             if not isinstance(aggregator, StrategyAggregator):
@@ -75,13 +75,29 @@ class RoundController(Controller):
                 self.crossing = CrossSites(self.coordinator, job.config.cross_site, saved)
             if job.config.secure_aggregation:
                 self.masked = MaskedRounds(self.coordinator, *job_context.root_certificate_and_server(fl_ctx))
-        except ConsiliumError as error:
-            self._give_up(error, fl_ctx)
 
-    def _give_up(self, error: ConsiliumError, fl_ctx: FLContext) -> None:
-        """End the job with one line that says why. The line is also in the files that an administrator can download."""
-        self._record_reason(str(error), fl_ctx)
-        self.system_panic(str(error), fl_ctx)
+    @contextmanager
+    def _give_up_on_error(self, fl_ctx: FLContext) -> Iterator[None]:
+        """End the job after an error in the block, with one line that says why, also in the files for download.
+
+        Errors that are neither ours nor of a file are raised: FLARE logs them and ends the job.
+        """
+        try:
+            yield
+        except ConsiliumError as error:
+            reason = str(error)
+        except OSError as error:
+            remedy = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "see the server's log"
+            what = f"the server cannot use the run's files ({error.strerror or error})"
+            reason = f"{what}; {remedy}, then `consilium resume`"
+        except Exception as error:
+            reason = f"an unexpected error at the server ({type(error).__name__}); see the server's log"
+            self._record_reason(reason, fl_ctx)
+            raise
+        else:
+            return
+        self._record_reason(reason, fl_ctx)
+        self.system_panic(reason, fl_ctx)
 
     def _record_reason(self, reason: str, fl_ctx: FLContext) -> None:
         """Write why the job ends early to the run's log of events and to the files for download."""
@@ -125,7 +141,7 @@ class RoundController(Controller):
         if (c := self.coordinator) is None:
             return
         self.transport = transport = FlareTransport(self, c, abort_signal, fl_ctx, self._revoked, self.task_check_period)
-        try:
+        with self._give_up_on_error(fl_ctx):
             with suppress(Aborted):
                 RunLoop(c, transport, self.masked, self.crossing).run()
             if transport.aborted:  # FLARE's abort signal is the same for a person's abort and for an error
@@ -141,16 +157,6 @@ class RoundController(Controller):
                     logs = f"; see the logs of {', '.join(sorted(silent))}" if silent else ""
                     reason = f"{UNEXPLAINED} {place}{logs}"
                 self._record_reason(reason, fl_ctx)
-        except ConsiliumError as error:
-            self._give_up(error, fl_ctx)
-        except OSError as error:
-            remedy = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "see the server's log"
-            self._give_up(
-                ConsiliumError(
-                    f"the server cannot use the run's files ({error.strerror or error}); {remedy}, then `consilium resume`"
-                ),
-                fl_ctx,
-            )
 
     def process_result_of_unknown_task(
         self, client: Client, task_name: str, client_task_id: str, result: Shareable, fl_ctx: FLContext
