@@ -27,7 +27,7 @@ from consilium.privacy.randomness import Randomness
 from consilium.report.run_files import RunLog
 from consilium.report.tracking import Tracker
 from consilium.server import run_start
-from consilium.server.aggregation import RoundAggregate, aggregate_for, aggregate_results, mean_penalty_losses
+from consilium.server.aggregation import aggregate_for, aggregate_results, mean_penalty_losses
 from consilium.server.checks import check_evaluation, check_hello, check_update, refusals_text, remedy_text
 from consilium.server.early_stopping import early_end, no_score_warning, updated_validations
 from consilium.server.run_start import Saved, server_start
@@ -88,7 +88,6 @@ class Coordinator:
         folder: Path,
         observer: Observer,
         resume: bool = False,
-        aggregate: RoundAggregate | None = None,
         own: SiteConfig = SiteConfig(),  # noqa: B008
         seals: Seals = Seals(),  # noqa: B008
     ) -> None:
@@ -106,7 +105,7 @@ class Coordinator:
         """By site, why it may not join or did not join."""
         self._lock = threading.Lock()
         self.survey = StatisticsRound(job.config, folder, observer)
-        self.aggregate = aggregate or aggregate_for(job)
+        self.aggregate = aggregate_for(job)
         self.plan = make_plan(job.config, job.strategy, names=job.initial)
         if resume:
             saved = run_start.load_for_resume(folder, job)

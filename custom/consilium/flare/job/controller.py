@@ -20,7 +20,6 @@ from consilium.core.errors import ABORTED_RUN, UNEXPLAINED, ConsiliumError
 from consilium.core.sanitize import shown
 from consilium.core.schema import Section, validate
 from consilium.flare.job import job_context, wire
-from consilium.flare.job.aggregator import StrategyAggregator
 from consilium.flare.job.transport import REPLIED, Aborted, FlareTransport
 from consilium.flare.kit.audit_rotation import aborting_person
 from consilium.flare.patches import share_timers
@@ -35,7 +34,6 @@ from consilium.server.run_start import check_start_folder
 class Arguments(Section):
     """The arguments that a job may set in config_fed_server.json. `task_check_period`: seconds between two checks of tasks."""
 
-    aggregator_id: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")] = "aggregator"
     resume: StrictBool = False
     task_check_period: Annotated[StrictFloat, Field(ge=0.05, le=60)] = 0.2
 
@@ -43,11 +41,11 @@ class Arguments(Section):
 class RoundController(Controller):
     """Runs a job's rounds. Raises ConfigError for an argument of a wrong type or out of bounds."""
 
-    def __init__(self, aggregator_id: str = "aggregator", resume: bool = False, task_check_period: float = 0.2) -> None:
-        given = {"aggregator_id": aggregator_id, "resume": resume, "task_check_period": task_check_period}
+    def __init__(self, resume: bool = False, task_check_period: float = 0.2) -> None:
+        given = {"resume": resume, "task_check_period": task_check_period}
         validate(Arguments, given, Path("config_fed_server.json: RoundController"))
         super().__init__(task_check_period=task_check_period)
-        self.aggregator_id, self.resume, self.task_check_period = aggregator_id, resume, task_check_period
+        self.resume, self.task_check_period = resume, task_check_period
         self.coordinator: Coordinator | None = None
         self.crossing: CrossSites | None = None
         self.masked: MaskedRounds | None = None
@@ -61,16 +59,13 @@ class RoundController(Controller):
         share_timers()
         with self._give_up_on_error(fl_ctx):
             job, self._revoked = job_context.load(fl_ctx), job_context.watch_revocations(fl_ctx)
-            aggregator = fl_ctx.get_engine().get_component(self.aggregator_id)
-            if not isinstance(aggregator, StrategyAggregator):
-                raise ConsiliumError(f"config_fed_server.json: no StrategyAggregator with id {self.aggregator_id!r}; add it")
             folder = job_context.open_server_folder(fl_ctx, job, self.resume)
             observe, own = job_context.observer(self, fl_ctx, "server"), job_context.server_config(fl_ctx)
             if not job_context.is_simulated_process():
                 check_start_folder(job.config, own)
             saved = scored_run_state(job, job_context.former_run_folder(fl_ctx, job))
             seals = Seals(None if job_context.is_simulated_process() else job_context.state_folder(fl_ctx) / SEALS)
-            self.coordinator = Coordinator(job, folder, observe, self.resume, aggregator.set_job(job), own, seals)
+            self.coordinator = Coordinator(job, folder, observe, self.resume, own, seals)
             if job.config.cross_site and saved:
                 self.crossing = CrossSites(self.coordinator, job.config.cross_site, saved)
             if job.config.secure_aggregation:
