@@ -16,9 +16,8 @@ from nvflare.apis.job_def import JobMetaKey
 from nvflare.apis.job_launcher_spec import JobReturnCode
 from nvflare.apis.workspace import Workspace
 
-from consilium.client.approval import check_approved
 from consilium.config.job import load_job
-from consilium.config.site import Given, SiteConfig, allowed_plugins, find_site, load_site, plugins_allowed_by_kit
+from consilium.config.site import Given, SiteConfig, find_site, load_site, plugins_allowed_by_kit
 from consilium.core.errors import ConfigError, Reason, raise_first
 from consilium.core.messages import Observer
 from consilium.core.registry import NO_PLUGINS, Plugins
@@ -43,27 +42,6 @@ def load(fl_ctx: FLContext) -> Job:
     # at a server, only `plugins` of its site.yaml counts
     plugins = plugins_allowed_by_kit(Path(workspace(fl_ctx).get_site_config_dir()), is_simulated_process())
     return load_federated_job(folder / "config" / "job.yaml", plugins)
-
-
-def load_approved_job(fl_ctx: FLContext, name: str) -> tuple[Job, SiteConfig]:
-    """Return (this run's job, the site's configuration), after the check that its administrator approved the job if needed.
-
-    Both are read once per process. So guard and executor use the same values, even if FLARE rewrites the job's folder while the
-    job runs. Raises ConfigError, and RefusedError if the site's administrator must approve the job first.
-    """
-    key = (fl_ctx.get_job_id(), name)
-    if key not in _opened:
-        site, folders = site_config(fl_ctx, name), workspace(fl_ctx)
-        app = Path(folders.get_app_dir(fl_ctx.get_job_id()))
-        path = app / "config" / "job.yaml"
-        config = load_job(path, plugins=allowed_plugins(site, is_simulated_process()))
-        check_approved(app, config, site, Path(folders.get_site_config_dir()))
-        _opened[key] = (check_federated(assemble_job(config, path), path), site)
-    return _opened[key]
-
-
-_opened: dict[tuple[str, str], tuple[Job, SiteConfig]] = {}
-"""The values of `load_approved_job` in this process, by (FLARE's job id, site name)."""
 
 
 def load_federated_job(path: Path, plugins: Plugins = NO_PLUGINS, author: bool = False) -> Job:
