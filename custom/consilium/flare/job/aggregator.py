@@ -23,7 +23,7 @@ class StrategyAggregator(ModelAggregator):
     """Aggregates updates with the strategy that the job.yaml in the app's config folder names.
 
     FLARE's own workflows send the same payload to all sites. So they work with strategies that share all trained parameters
-    (fedit, ffa_lora after its start, centralized). `aggregate_model` refuses other strategies. Results that the server's check
+    (fedit, ffa_lora after its start). `aggregate_model` refuses other strategies. Results that the server's check
     refuses are left out with a warning.
     """
 

@@ -1,7 +1,7 @@
 """The Transport of runtime/run_loop.py over FLARE: messages are sent as tasks, and answers are the tasks' results.
 
 There is one task per site, because FLARE sends the first receiver's data to all receivers. A site registers by its reply to a
-task `hello`. The server sends this task at the start of the job, after each round, when a site connects, and when a site that
+task `hello`. The server sends this task at the start of the job, after each phase, when a site connects, and when a site that
 FLARE took for dead asks for a task.
 """
 
