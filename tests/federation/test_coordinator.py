@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -115,6 +117,65 @@ def test_a_phase_that_begins_anew_counts_only_what_comes_then_and_has_room_for_i
     assert server.accept("site-1", update(server.job, -2e4)) is None
     server.conclude()
     assert all(torch.allclose(tensor, torch.full_like(tensor, -1e4), atol=1) for tensor in server.state.shared.values())
+
+
+def test_hellos_at_the_same_time_agree_on_the_checkpoint(small_job: MakeJob, tmp_path: Path) -> None:
+    """Both threads wait at the lock: the second must look at the checkpoint again that the first has brought."""
+    server, refused = coordinator(small_job(), tmp_path, sites=0), list[str]()
+
+    def welcome(name: str, checkpoint: str) -> None:
+        try:
+            server.welcome(Hello(name, 4, False, __version__, checkpoint))
+        except RefusedError:
+            refused.append(name)
+
+    hellos = [threading.Thread(target=welcome, args=(name, name * 64)) for name in "ab"]
+    with server._lock:
+        for hello in hellos:
+            hello.start()
+        time.sleep(0.2)
+    for hello in hellos:
+        hello.join()
+    assert (len(server.sites), len(refused)) == (1, 1)
+    assert server.checkpoint == 64 * next(iter(server.sites))
+
+
+def test_a_site_may_come_while_another_thread_goes_through_the_sites(small_job: MakeJob, tmp_path: Path) -> None:
+    server = coordinator(small_job(), tmp_path)
+    seen = iter(server.sites)
+    next(seen)
+    server.welcome(Hello("site-9", 4, False, __version__))
+    assert list(seen) == ["site-1", "site-2"]
+    assert "site-9" in server.trainers
+
+
+def test_a_site_that_left_amid_its_round_is_asked_again_only_after_its_hello(small_job: MakeJob, tmp_path: Path) -> None:
+    """Its former process has still answered. Its new process may have another version, which the hello tells."""
+    server = coordinator(small_job(), tmp_path)
+    server.start()
+    server.forget_sites({"site-1", "site-7"})
+    assert server.accept("site-1", update(server.job, 0.1)) is None
+    assert server.accept("site-2", update(server.job, 0.1)) is None
+    server.conclude()
+    assert server.start().keys() == {"site-0", "site-2"}
+    assert server.sites["site-2"].joined
+
+
+def test_a_phase_of_named_sites_never_draws_others(small_job: MakeJob, tmp_path: Path) -> None:
+    server = coordinator(small_job(), tmp_path)
+    assert server.start(["site-7"]) == {}
+    assert server.start([]) == {}
+
+
+def test_a_share_of_the_sites_is_not_rounded_up_for_a_rounding_error(small_job: MakeJob, tmp_path: Path) -> None:
+    """0.07 * 100 and 0.56 * 25 are over 7 and 14 as floating-point numbers; 0.05 of 93 sites are 4.65."""
+    config = small_job().config
+    for train, evaluate, counts in ((0.07, 0.0, (7, 0)), (0.75, 0.56, (75, 14)), (0.07, 0.05, (7, 5))):
+        shares = {"fraction_train": train, "fraction_evaluate": evaluate}
+        federation = config.federation.model_copy(update=shares)
+        job = assemble_job(config.model_copy(update={"federation": federation}))
+        server = coordinator(job, tmp_path / str(counts), sites=100)
+        assert (len(server.start()), len(server.evaluation_payloads())) == counts
 
 
 def test_a_folder_holds_one_run_and_one_process_works_on_it(small_job: MakeJob, tmp_path: Path) -> None:

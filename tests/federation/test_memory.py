@@ -20,8 +20,9 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.estimates import compute
 from consilium.estimates.compute import StepMemory, memory_of, remedies, replace_by_quantized_stand_ins
-from consilium.federation.job_assembly import assemble_job, build_model, kinds_of
+from consilium.federation.job_assembly import assemble_job, build_model
 from consilium.models.low_precision import frozen_linear
+from consilium.tasks.registry import TASKS
 from consilium.training.device import autocast, has_native_bf16
 from tests.conftest import JOBS, run, small_cells, small_config, small_text
 
@@ -37,7 +38,7 @@ def _job(kind: str, batch: int, **model: Any) -> JobConfig:
 
 def _profiled(config: JobConfig) -> int:
     """Return the most bytes that a real step allocates over what was there, as PyTorch's profiler has counted them."""
-    model, (_, task, _) = build_model(config, SiteConfig()).train(), kinds_of(config)
+    model, task = build_model(config, SiteConfig()).train(), TASKS[config.task.name]
     assert task.rehearse is not None
     with torch.profiler.profile(profile_memory=True) as found, autocast(torch.device("cpu"), "fp32"):
         task.rehearse(config.task, config.model, model, config.training.batch_size).backward()

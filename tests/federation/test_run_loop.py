@@ -6,15 +6,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from nvflare.apis.controller_spec import ClientTask, Task
+from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
 from consilium import __version__
-from consilium.core.errors import Reason, RefusedError
+from consilium.core.errors import ConsiliumError, Reason, RefusedError
 from consilium.core.messages import Hello, Kind, Payload
 from consilium.federation.job_assembly import Job
 from consilium.flare.job import wire
-from consilium.flare.job.transport import Aborted, FlareTransport
+from consilium.flare.job.transport import REPLIED, Aborted, FlareTransport
 from consilium.runtime.engine import LocalTransport
 from consilium.runtime.run_loop import RunLoop
 from consilium.server.coordinator import Coordinator
@@ -86,6 +88,69 @@ def test_a_site_that_fails_or_answers_nonsense_is_refused_and_the_others_are_ask
     assert refused["site-0"] == "site-0: its disk is full"
     assert server.reasons["site-0"] == Reason.LEDGER.text  # a site's own text decides nothing
     assert server.accepted == {"site-2"}
+    server.close()
+
+
+def test_a_refusal_by_the_server_keeps_its_text(small_job: Callable[..., Job], tmp_path: Path) -> None:
+    """The coordinator writes this text itself, so it names no data. The site's guard has refused nothing."""
+    server = Coordinator(small_job("fedit"), tmp_path, lambda event: None)
+    old: Any = SimpleNamespace(prepare_ask=lambda kind, run, message: lambda: Hello("site-1", 4, False, "0.1.0"))
+    transport = LocalTransport(server, {"site-1": old})
+    transport.register(first=True)
+    assert "consilium 0.1.0, the server has" in server.declined["site-1"]
+    with pytest.raises(ConsiliumError, match=r"1 site refused: site-1: site-1: consilium 0\.1\.0, the server has"):
+        server.start()
+    names = ("site-2", "site-3")
+    for name in names:
+        server.welcome(Hello(name, 4, False, __version__))
+    bad: Any = SimpleNamespace(prepare_ask=lambda *words: lambda: update(server.job, float("nan")))
+    members = dict.fromkeys(names, bad)
+    LocalTransport(server, members).ask(Kind.TRAIN, server.start(), server.accept)
+    assert "NaN or Inf" in server.reasons["site-2"]
+    server.close()
+
+
+class Straggler(Federation):
+    """FLARE hands over a result while the server ends the exchange: the site has replied, and nothing has read the reply."""
+
+    def __init__(self, folder: Path, answers: dict[str, Any], name: str) -> None:
+        super().__init__(folder, answers)
+        self.late, self.deliver = name, list[Callable[[], None]]()
+
+    def send(self, task: Task, fl_ctx: FLContext, targets: list[str], **more: object) -> None:
+        if targets != [self.late] or task.name == wire.HELLO:
+            return super().send(task, fl_ctx, targets, **more)
+        client_task = ClientTask(client=SimpleNamespace(name=self.late), task=task)
+        client_task.result = self.answers[self.late](task.data)
+        task.set_prop(REPLIED, True)  # FLARE's thread has come so far, and goes on by `deliver`
+        self.deliver.append(lambda: task.result_received_cb(client_task=client_task, fl_ctx=fl_ctx))
+        return None
+
+
+@pytest.mark.parametrize("final", [False, True], ids=["a round", "the final evaluation"])
+def test_no_answer_is_taken_after_its_exchange(final: bool, tmp_path: Path) -> None:
+    names, taken = ["a", "b"], list[str]()
+    federation, fl_ctx = Straggler(tmp_path, dict.fromkeys(names, trained(0.01)), "b"), context(names)
+    server, transport = federation.coordinator, federation.transport_of(fl_ctx)
+    transport.send_hellos()
+    kind, messages = (Kind.EVALUATE, server.start_final_evaluation()) if final else (Kind.TRAIN, server.start())
+    transport.ask(kind, messages, lambda name, result: taken.append(name), lambda: bool(taken))
+    assert taken == ["a"]
+    federation.deliver[0]()
+    assert taken == ["a"]
+    assert "after" in server.reasons["b"]
+    server.close()
+
+
+def test_every_task_of_a_short_round_has_a_time_limit(tmp_path: Path) -> None:
+    """FLARE takes a limit of 0 s for none, and whole seconds only."""
+    federation, fl_ctx = Federation(tmp_path, {"a": trained(1.0)}), context(["a"])
+    server = federation.coordinator
+    short = server.job.config.federation.model_copy(update={"round_timeout": 0.5})
+    server.job = assembled(server.job.config.model_copy(update={"federation": short}))
+    federation.transport_of(fl_ctx).send_hellos()
+    ((_, task),) = federation.sent
+    assert task.timeout == 1
     server.close()
 
 

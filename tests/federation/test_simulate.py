@@ -13,11 +13,12 @@ from safetensors.torch import load_file
 
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConsiliumError
-from consilium.core.storage import load_state
+from consilium.core.storage import file_lock, load_state
 from consilium.estimates.communication import compare, run_bytes
 from consilium.federation.job_assembly import Job, assemble_job
 from consilium.models.clip.network import build_clip
 from consilium.models.sam.network import build_sam
+from consilium.report.run_files import LOCK
 from consilium.runtime.engine import simulate
 from consilium.strategies.registry import STRATEGIES
 from tests.conftest import Snapshot, small_cells, small_config, training_only
@@ -109,6 +110,20 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     assert all(torch.equal(one[n], other[n]) for n in one)
     results = [json.loads((run / "results.json").read_text()) for run in (whole, tmp_path / "run")]
     assert results[0] == results[1]
+
+
+def test_a_run_that_cannot_begin_leaves_its_folder_unlocked(
+    small_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("consilium.runtime.engine.write_json", full)
+    with pytest.raises(OSError, match="No space") as kept:  # noqa: F841 - the error holds the frames and what they name
+        simulate(small_job(), {"site-1": SiteConfig()}, tmp_path, quiet)
+    lock = file_lock(tmp_path / LOCK, wait=False)
+    lock.acquire()
+    lock.release()
 
 
 def test_a_failing_site_is_left_out_and_too_many_stop_the_run(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from unittest.mock import patch
 from nvflare.apis.fl_context import FLContext
 
 from consilium.client.client import Client
-from consilium.flare.job import job_context, site_jobs, wire
+from consilium.flare.job import site_jobs, wire
 from consilium.privacy.guard.guard import Guard
 
-TABLES = (site_jobs.jobs, wire._held, job_context._opened)
+TABLES = (site_jobs.jobs, wire._held)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.core.messages import Hello, Payload, SiteInfo
 from consilium.federation.job_assembly import Job, assemble_job
-from consilium.flare.job import job_context, wire
+from consilium.flare.job import job_context, site_jobs, wire
 from consilium.flare.job.aggregator import StrategyAggregator
 from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter
 from consilium.flare.job.recipe import export
@@ -138,12 +138,14 @@ def test_replayed_reply_has_the_jobs_upload_time(job: Job, guard: Guard) -> None
     fl_ctx.set_prop(FLContextKey.TASK_NAME, wire.TRAIN, private=True, sticky=False)
     process_state.forget_guards()
     known = {
-        "load_approved_job": (job, SiteConfig()),
         "open_site_folder": guard.folder,
         "site_root": guard.records,
         "observer": print,
     }
-    with patch.multiple(job_context, **{name: Mock(return_value=value) for name, value in known.items()}):
+    with (
+        patch.multiple(job_context, **{name: Mock(return_value=value) for name, value in known.items()}),
+        patch.object(site_jobs, "approved_job", return_value=(job, "", SiteConfig())),
+    ):
         GuardTaskFilter().process(wire.encode(broadcast(job), "r", update=False), fl_ctx)
     assert runner.submit_task_result_timeout == 300.0  # UPLOAD: a twelfth of the round is less
 

@@ -23,7 +23,7 @@ from consilium import __version__
 from consilium.cli.jobs import progress_line
 from consilium.core.errors import ConsiliumError, Reason
 from consilium.core.messages import Hello, Payload
-from consilium.flare.job import transport, wire
+from consilium.flare.job import controller, transport, wire
 from consilium.runtime.run_loop import RunLoop
 from tests.flare.answering import Federation, context, trained
 
@@ -177,6 +177,37 @@ def test_full_disk_ends_the_run_with_one_line(tmp_path: Path, monkeypatch: pytes
     (line,) = said
     assert line == "the server cannot use the run's files (No space left on device); make room, then `consilium resume`"
     assert (tmp_path / "server/state.safetensors").read_bytes() == saved
+
+
+def test_unexpected_error_of_a_strategy_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLARE logs the error itself and ends the job. Its text stays in the server's log."""
+    federation, fl_ctx = Federation(tmp_path, {n: trained(0.0) for n in ("a", "b")}), context(["a", "b"])
+    fl_ctx.get_job_id = lambda: "1"
+    fl_ctx.get_engine().get_workspace = lambda: SimpleNamespace(get_run_dir=lambda job: str(tmp_path / "flare"))
+
+    def fails(*_: object) -> None:
+        raise KeyError("block.3")
+
+    monkeypatch.setattr(type(federation.coordinator.job.strategy), "aggregate", fails)
+    with pytest.raises(KeyError):
+        federation.control_flow(Signal(), fl_ctx)
+    reason = "an unexpected error at the server (KeyError); see the server's log"
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["reason"] == reason
+    assert (tmp_path / "flare" / "consilium" / "stopped.txt").read_text() == reason
+
+
+def test_full_disk_at_the_start_ends_the_run_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    federation, said, fl_ctx = Federation(tmp_path, {}), list[str](), context([])
+    fl_ctx.get_job_id = lambda: "1"
+    fl_ctx.get_engine().get_workspace = lambda: SimpleNamespace(get_run_dir=lambda job: "/dev/full")
+    monkeypatch.setattr(federation, "system_panic", lambda reason, fl_ctx: said.append(reason))
+
+    def full(fl_ctx: FLContext) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(controller.job_context, "load", full)
+    federation.start_controller(fl_ctx)
+    assert said == ["the server cannot use the run's files (No space left on device); make room, then `consilium resume`"]
 
 
 @pytest.mark.parametrize(

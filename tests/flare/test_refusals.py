@@ -90,17 +90,17 @@ def test_flares_workflows_refuse_server_optimizers(job: Job) -> None:
 # Server and site in FLARE's processes
 
 
-def test_other_aggregator_ends_the_job(monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
+def test_job_that_cannot_run_ends_with_one_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     controller, fl_ctx, said = RoundController(), FLContext(), list[str]()
-    monkeypatch.setattr("consilium.flare.job.job_context.load", lambda fl_ctx: job)
-    monkeypatch.setattr("consilium.flare.job.job_context.watch_revocations", lambda fl_ctx: set)
+
+    def refused(fl_ctx: FLContext) -> Job:
+        raise ConfigError("job.yaml: lr: missing; add it")
+
+    monkeypatch.setattr("consilium.flare.job.job_context.load", refused)
     monkeypatch.setattr("consilium.flare.job.job_context.publish_reason", lambda fl_ctx, reason: said.append(reason))
     monkeypatch.setattr(controller, "system_panic", lambda reason, fl_ctx: said.append(reason))
-    fl_ctx.get_engine = lambda: SimpleNamespace(get_component=lambda name: None)
     controller.start_controller(fl_ctx)
-    assert len(said) == 2
-    assert len(set(said)) == 1
-    assert "no StrategyAggregator with id" in said[0]
+    assert said == ["job.yaml: lr: missing; add it"] * 2
     controller.control_flow(Signal(), fl_ctx)  # does nothing
     controller.stop_controller(fl_ctx)
 

@@ -84,6 +84,14 @@ def test_failed_simulation_has_a_reason(log: str, why: str, job: Path, instead: 
         ran(job)
 
 
+def test_killed_simulation_of_a_resumed_run_has_failed(job: Path, instead: Any) -> None:
+    """The results that its folder already holds are those of fewer rounds."""
+    (job.parent / "results.json").write_text("{}")
+    instead(f"{WAITS}os.kill(os.getpid(), 9)")
+    with pytest.raises(ConsiliumError, match="did not complete"):
+        ran(job)
+
+
 @pytest.mark.parametrize(("sites", "said", "found"), [(3, None, "2"), (20, None, "1"), (3, "5", "5")])
 def test_sites_share_the_cores(
     sites: int, said: str | None, found: str, tmp_path: Path, instead: Any, monkeypatch: pytest.MonkeyPatch

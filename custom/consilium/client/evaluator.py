@@ -14,12 +14,17 @@ from consilium.config.job import JobConfig
 from consilium.core.errors import ConsiliumError, Reason, RefusedError
 from consilium.core.messages import MetricKey, Payload, Stage, Tensors
 from consilium.core.storage import digest
-from consilium.federation.saved_model import SavedModel, apply_forward_settings, check_scaling_and_share
+from consilium.federation.saved_model import (
+    SavedModel,
+    apply_forward_settings,
+    check_scaling_and_share,
+    leading_score_name,
+)
 from consilium.models.registry import MODELS
 from consilium.report.predictions import Closing
 from consilium.strategies.strategy import Interpolation
 from consilium.tasks.base import Examples, Task
-from consilium.tasks.registry import LOWER, TASKS
+from consilium.tasks.registry import LOWER
 from consilium.training.device import autocast
 from consilium.training.interpolation import interpolate_adapter
 
@@ -107,11 +112,11 @@ class Evaluator:
             return offered[best]
         how = "having no validation split"
         if context.task.has("validation"):
-            task, found = context.config.task, dict[str, float]()
+            found = dict[str, float]()
             for name, one in offered.items():
                 context.load_payload(own, one)
                 metrics = scores(context.model, context.task, context.config, "validation", False)
-                lead = TASKS[task.name].scores(task).leading_name(metrics)
+                lead = leading_score_name(context.config, metrics)
                 value = metrics.get(lead, math.nan)
                 found[name] = -math.inf if math.isnan(value) else -value if lead in LOWER else value  # larger is better
             best, how = max(names, key=lambda name: found[name]), "the best of its validation split"

@@ -1,4 +1,4 @@
-"""A site's stored models: during a run the best one by validation score, at its end a folder for each model."""
+"""Stored models: a site's best one during a run, its folder for each model at the end, and the server's folder."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace

@@ -25,7 +25,7 @@ class ServerEntry(Section):
             description="the host name under which sites reach the server",
         ),
     ]
-    org: Annotated[Org, Field(description="letters, digits and _")]
+    org: Org
     port: Annotated[int, Field(ge=1, le=65535, description="the port for connections of sites and admins")] = 8002
     hosts: Annotated[
         tuple[str, ...], Field(description="further host names and addresses of the server, for its certificate")
@@ -51,7 +51,7 @@ class SiteEntry(Section):
     """One hospital."""
 
     name: Annotated[str, Field(pattern=SITE_NAME, description="the site's name in all runs, at most 64 characters")]
-    org: Annotated[Org, Field(description="letters, digits and _")]
+    org: Org
     gpus: Annotated[int, Field(ge=0, description="the GPUs that FLARE may reserve for jobs that request them")] = 0
     gpu_memory: Annotated[int, Field(ge=0, description="GiB per GPU")] = 0
     bundles: Annotated[bool, Field(description="whether jobs may bring code (BYOC)")] = False
@@ -72,7 +72,7 @@ class AdminEntry(Section):
             description="an address, such as lead@hub.example",
         ),
     ]
-    org: Annotated[Org, Field(description="letters, digits and _")]
+    org: Org
     role: Annotated[
         Literal["project_admin", "org_admin", "lead", "member"],
         Field(description="a lead submits jobs, an org_admin manages a hospital's own site, a member may only watch"),

@@ -1,5 +1,6 @@
 """Sections of job.yaml that control a run: training, validation, federation, server, statistics, cross_site, diagnostics."""
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
@@ -114,6 +115,10 @@ class TrainingConfig(Section):
 # The `federation:` section of job.yaml.
 
 
+ROUNDING = 1e-9
+"""More than the rounding error of a share times a number of sites: 0.07 * 100 is over 7."""
+
+
 class FederationConfig(Section):
     """Participation of sites, weights and time limits."""
 
@@ -143,7 +148,14 @@ class FederationConfig(Section):
             description="the largest weight of a site in the mean, for a site that reports more samples; by default no limit"
         ),
     ] = None
-    round_timeout: Annotated[Seconds, Field(gt=0, description="the time limit of a round in seconds")] = 3600.0
+    round_timeout: Annotated[
+        Seconds,
+        Field(
+            gt=0,
+            description="how many seconds a site has for a task, such as the training of a phase; `--engine inprocess` has no "
+            "limit",
+        ),
+    ] = 3600.0
     straggler_grace_seconds: Annotated[
         Seconds, Field(description="how many seconds to wait for further sites after the quorum has reported")
     ] = 600.0
@@ -151,6 +163,14 @@ class FederationConfig(Section):
         Positive,
         Field(description="an update is refused if its norm is over this many times the norm of the adapter's initial tensors"),
     ] = 100.0
+
+    def count_to_train(self, sites: int) -> int:
+        """Return how many of `sites` sites a round asks to train."""
+        return min(sites, max(self.min_sites, math.ceil(self.fraction_train * sites - ROUNDING)))
+
+    def count_to_evaluate(self, others: int) -> int:
+        """Return how many of the `others` sites, which do not train in a round, evaluate."""
+        return math.ceil(self.fraction_evaluate * others - ROUNDING)
 
 
 # server ----------------------------------------------------------------------------------------------------------------
@@ -263,10 +283,6 @@ class CrossSiteConfig(Section):
 # diagnostics -----------------------------------------------------------------------------------------------------------
 # The `diagnostics:` section of job.yaml: measurements of a run in addition to the scores.
 
-Every = Annotated[int, Field(ge=1, le=100_000, description="measure in rounds `every`, 2 `every`, ..., counted from 1")]
-SiteCount = Annotated[int, Field(ge=1, le=10_000, description="how many of a round's sites are measured, drawn by the seed")]
-OracleRank = Annotated[int, Field(ge=1, le=65536, description="the oracle's rank; by default each layer's full rank")]
-
 
 class OracleConfig(Section):
     """Drift from an oracle (FedHera, Eq. 14 and 15), for strategies with unequal ranks.
@@ -274,9 +290,11 @@ class OracleConfig(Section):
     The oracle is the same site on the same batches. It starts from the whole global update and trains all ranks.
     """
 
-    every: Annotated[Every, Field(description="measure in rounds `every`, 2 `every`, ..., counted from 1")] = 1
-    sites: Annotated[SiteCount, Field(description="how many of a round's sites are measured, drawn by the seed")] = 5
-    rank: Annotated[OracleRank | None, Field(description="the oracle's rank; by default each layer's full rank")] = None
+    every: Annotated[int, Field(ge=1, le=100_000, description="measure in rounds `every`, 2 `every`, ..., counted from 1")] = 1
+    sites: Annotated[int, Field(ge=1, le=10_000, description="how many of a round's sites are measured, drawn by the seed")] = 5
+    rank: Annotated[
+        Annotated[int, Field(ge=1, le=65536)] | None, Field(description="the oracle's rank; by default each layer's full rank")
+    ] = None
 
 
 class DiagnosticsConfig(Section):

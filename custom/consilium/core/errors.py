@@ -99,10 +99,13 @@ class ConfigError(ConsiliumError):
     exit_code = ExitCode.USAGE
 
 
-def raise_first(problems: Mapping[str, object], kind: type[Exception] = ConfigError) -> None:
-    """Raise an error of a `kind` with the first message in `problems` whose value is true, such as a combination of options."""
+def raise_first(problems: Mapping[str, object], kind: type[Exception] = ConfigError, source: object = "") -> None:
+    """Raise an error of a `kind` with the first message in `problems` whose value is true, such as a combination of options.
+
+    `source`: the file or the option that the message is about, written before it.
+    """
     if found := next((message for message, applies in problems.items() if applies), None):
-        raise kind(found)
+        raise kind(f"{source}: {found}" if source else found)
 
 
 class UnreachableError(ConsiliumError):

@@ -31,7 +31,7 @@ PATIENCE = 600.0
 PRIVATE, PUBLIC = 0o600, 0o666
 """Modes of new files. State is private to its owner; files that a user exports follow the umask."""
 MOST_NOTES = 2**26
-"""The largest size in bytes of a JSON file that `note` writes. The largest, drift.json, grows by about 10,000 per round."""
+"""The largest size in bytes of a JSON file that `note` writes. Of these, drift.json grows most: by about 10 kB per round."""
 _TEMPORARY = re.compile(r"\..+\.(\d{1,9})")
 
 

@@ -9,7 +9,6 @@ are known. Attention is PyTorch's fused kernel, as on a GPU. Workspaces of GPU k
 counted. On a CPU the peak is that of the whole process: PROCESS and HEAP are added, which were measured.
 """
 
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
@@ -100,7 +99,7 @@ def run_flops(job: Job, work: Work, samples: Samples) -> float:
     """Return the FLOPs of a whole run: local training over all sites and rounds, validation and the final evaluation."""
     training, strategy, sites = job.config.training, job.strategy, 1 if job.strategy.traits.pools_data else samples.sites
     federation = job.config.federation
-    asked = min(sites, max(federation.min_sites, math.ceil(federation.fraction_train * sites)))
+    asked = federation.count_to_train(sites)
     own = samples.training / sites
     seen = (
         training.local_steps * training.batch_size * training.accumulate
@@ -112,7 +111,7 @@ def run_flops(job: Job, work: Work, samples: Samples) -> float:
     closing = sites * strategy.traits.fits_after_last_round * seen * work.training
     # scored samples: in the rounds, and in the final evaluation; a sample counts each time that it is scored
     scored_rounds = sum(training.validates(r, stage) for r in range(training.rounds) for stage in Stage)
-    held = math.ceil(federation.fraction_evaluate * (sites - asked)) * training.rounds
+    held = federation.count_to_evaluate(sites - asked) * training.rounds
     scored = (scored_rounds * asked + held) * (samples.validation / sites)
     scored += len(Stage) * (samples.test or samples.validation)
     writes = getattr(job.config.task, "evaluate", "") in GENERATES

@@ -81,8 +81,6 @@ def _group_name(name: str) -> str:
 
 def draw(run: Path, folder: Path) -> None:
     """Draw noise.png and drift.png into `folder` from the measurements that a site stored in `run`, if there are any."""
-    if not any((run / noted).is_file() for noted in (mechanism.FILE, DRIFT)):
-        return
     if (run / mechanism.FILE).is_file():
         rounds: dict[int, dict[str, float]] = {}
         for place, values in _read_measurements(run / mechanism.FILE).items():

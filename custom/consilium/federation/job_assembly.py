@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 
 from consilium.adapters import adapter_state
-from consilium.adapters.registry import AdapterKind
 from consilium.adapters.strategy_modules import add_parts, part_shapes
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
@@ -31,13 +30,13 @@ from consilium.federation.job_consistency import (
 from consilium.models.architecture import refuse_gguf
 from consilium.models.low_precision import require_storable, store_frozen_as
 from consilium.models.meta_device import build_on_meta_device
-from consilium.models.registry import MODELS, ModelConfig, ModelKind
+from consilium.models.registry import MODELS, ModelConfig
 from consilium.models.weight_files import refuse_adapter
 from consilium.privacy.plan import make_plan
 from consilium.strategies.strategy import Strategy
 from consilium.strategies.unequal_ranks import at_one_rank
 from consilium.tasks.base import Task
-from consilium.tasks.registry import TASKS, TaskKind
+from consilium.tasks.registry import TASKS
 from consilium.training.device import CPU, pick_device
 
 
@@ -63,17 +62,12 @@ class Job:
         return norm(self.initial)
 
 
-def kinds_of(config: JobConfig) -> tuple[ModelKind, TaskKind, AdapterKind]:
-    """Return the registered kinds of a job's model, task and adapter."""
-    return MODELS[config.model.name], TASKS[config.task.name], config.adapter_kind
-
-
 def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
     """Return the validated job with its initial tensors. The base model is on the meta device, so no weights are read.
 
     Raises ConfigError if model, adapter, strategy or privacy do not fit together.
     """
-    base, _, adapter = kinds_of(config)
+    base, adapter = MODELS[config.model.name], config.adapter_kind
     with build_on_meta_device():
         model = bare_model(config, checkpoint=None, weights=False)
         own = adapter.shapes(model, config.adapter, base)
@@ -112,7 +106,7 @@ def build_model(config: JobConfig, site: SiteConfig) -> nn.Module:
 
 def build_task(config: JobConfig, data: DataList, site: SiteConfig | None = None) -> Task:
     """Return the job's task on one site's data; a language task reads its tokenizer from the site. Raises DataError."""
-    return kinds_of(config)[1].build(config.task, config.model, data, tokenizer_of(config, site or SiteConfig()))
+    return TASKS[config.task.name].build(config.task, config.model, data, tokenizer_of(config, site or SiteConfig()))
 
 
 def tokenizer_of(config: JobConfig, site: SiteConfig) -> Any:
@@ -133,7 +127,7 @@ def build_meta_model(config: JobConfig) -> nn.Module:
 
 
 def _add_adapter(config: JobConfig, model: nn.Module) -> nn.Module:
-    base, _, adapter = kinds_of(config)
+    base, adapter = MODELS[config.model.name], config.adapter_kind
     adapter.inject(model, config.adapter, base)
     add_parts(config.strategy.traits.parts, model, adapter, config.adapter, base)
     return model

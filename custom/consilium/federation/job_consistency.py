@@ -23,7 +23,7 @@ from consilium.adapters.names import (
 from consilium.adapters.registry import AdapterConfig, Decoder, Shapes
 from consilium.adapters.strategy_modules import feature_point_of
 from consilium.config.job import JobConfig
-from consilium.core.errors import ConfigError
+from consilium.core.errors import ConfigError, raise_first
 from consilium.core.messages import Tensors
 from consilium.federation.saved_model import keeps_local
 from consilium.models.low_precision import QUANTIZED
@@ -37,13 +37,6 @@ def trained_base_shapes(model: nn.Module, names: Iterable[str]) -> Shapes:
     """Return the shapes of the base's trained parameters, by their adapter tensor names."""
     parameters = dict(model.named_parameters())
     return {name: tuple(parameters[name.partition(".")[2]].shape) for name in names}
-
-
-def refuse_first(source: Path | str, problems: Mapping[str, object]) -> None:
-    """Raise ConfigError with the first text in `problems` whose value is true."""
-    for text, holds in problems.items():
-        if holds:
-            raise ConfigError(f"{source}: {text}")
 
 
 def check_adapter(config: JobConfig, trained_base: list[str], source: Path | str) -> None:
@@ -74,7 +67,7 @@ def check_adapter(config: JobConfig, trained_base: list[str], source: Path | str
         f"{where}: {who} has no rule for a decoder that trains; use freeze": has_decoder and rule is None,
         f"{where}: {who} {does}; use {rule} or freeze": has_decoder and rule != wanted,
     }
-    refuse_first(source, problems)
+    raise_first(problems, source=source)
 
 
 def check_adapter_start(config: JobConfig, names: Iterable[str], source: Path | str) -> None:
@@ -90,7 +83,7 @@ def check_adapter_start(config: JobConfig, names: Iterable[str], source: Path | 
         ),
         f"sites keep {next(iter(kept), '')!r} and start it from the base; share or freeze the decoder": kept,
     }
-    refuse_first(f"{source}: adapter.start: {config.adapter.start!r}", problems)
+    raise_first(problems, source=f"{source}: adapter.start: {config.adapter.start!r}")
 
 
 def check_interpolation(strategy: Strategy, model: nn.Module, base: ModelKind, source: Path | str) -> None:
@@ -151,7 +144,7 @@ def check_privacy(config: JobConfig, strategy: Strategy, initial: Tensors, sourc
         f"privacy.trust: {privacy.trust!r}: {who} compares single sites' updates, so noise on their sum protects nothing; use "
         "local": privacy.unit == "site" and traits.needs == "sites" and privacy.trust != "local",
     }
-    refuse_first(source, problems)
+    raise_first(problems, source=source)
 
 
 def check_server_step_and_state(config: JobConfig, strategy: Strategy, initial: Tensors, source: Path | str) -> None:
@@ -177,7 +170,7 @@ def check_server_step_and_state(config: JobConfig, strategy: Strategy, initial: 
             config.diagnostics.deviation and unequal
         ),
     }
-    refuse_first(source, problems)
+    raise_first(problems, source=source)
 
 
 def decoder_rule(strategy: Strategy, names: list[str]) -> Decoder | None:

@@ -4,16 +4,16 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from consilium.client.build import build_pooled_site
 from consilium.config.site import SIMULATION, SiteConfig, TrackingConfig
-from consilium.core.errors import ConfigError, ConsiliumError
+from consilium.core.errors import ConfigError, ConsiliumError, raise_first
 from consilium.core.messages import Kind, Observer
 from consilium.core.sanitize import count_with_noun
 from consilium.core.storage import write_json
 from consilium.data.disk_cache import clear_cache_if_present
 from consilium.federation.job_assembly import Job
-from consilium.federation.job_consistency import refuse_first
 from consilium.federation.site_names import sites_record
 from consilium.privacy.secagg.certificates import FOLDER as IDENTITIES, SERVER, make_simulated_identities, read_root
 from consilium.runtime.run_loop import RunLoop, Take
@@ -70,11 +70,11 @@ def simulate(
         own = next(iter(sites.values())).model_copy(update={"tracking": tracking})
         saved = scored_run_state(job, former)
         coordinator = Coordinator(job, workspace, observer, resume, own=own)
-        root = workspace / IDENTITIES / "rootCA.pem"
-        masked = MaskedRounds(coordinator, read_root(root), SERVER) if job.config.secure_aggregation else None
-        crossing = CrossSites(coordinator, job.config.cross_site, saved) if job.config.cross_site and saved else None
-        write_json(workspace / SIMULATION, sites_record(sites)._asdict())
         try:
+            root = workspace / IDENTITIES / "rootCA.pem"
+            masked = MaskedRounds(coordinator, read_root(root), SERVER) if job.config.secure_aggregation else None
+            crossing = CrossSites(coordinator, job.config.cross_site, saved) if job.config.cross_site and saved else None
+            write_json(workspace / SIMULATION, sites_record(sites)._asdict())
             beside = SideBySide({name: one.site for name, one in here.items()}, together, observer) if together > 1 else None
             transport = LocalTransport(coordinator, {**members, **trainers}, trainers, beside)
             RunLoop(coordinator, transport, masked, crossing, probe, pooled).run()
@@ -107,7 +107,7 @@ def _check_options(job: Job, sites: Mapping[str, SiteConfig], workspace: Path, r
             job.config.diagnostics.reads_site_tensors
         ),
     }
-    refuse_first("--workers", problems if workers else {})
+    raise_first(problems if workers else {}, source="--workers")
 
 
 class LocalTransport:
@@ -138,13 +138,22 @@ class LocalTransport:
         """See Transport. Sites in workers begin at once; sites in this process run one after another when waited for."""
         c = self._coordinator
         answers = {name: self._members[name].prepare_ask(kind, c.run, message) for name, message in messages.items()}
+        joining = kind in (Kind.HELLO, Kind.STATISTICS)
+
+        def receive(name: str, answer: Callable[[], Any]) -> None:
+            try:
+                found = answer()
+            except ConsiliumError as error:
+                c.refuse(name, str(error), joining, error.reason)
+                return
+            try:
+                take(name, found)
+            except ConsiliumError as error:  # the server's own text, not the site's
+                c.refuse(name, str(error), joining)
 
         def end() -> None:
             done = self._beside.run(answers) if self._beside and kind in (Kind.TRAIN, Kind.EVALUATE) else answers
             for name, answer in done.items():
-                try:
-                    take(name, answer())  # no result is held while the next site trains
-                except ConsiliumError as error:
-                    c.refuse(name, str(error), kind in (Kind.HELLO, Kind.STATISTICS), error.reason)
+                receive(name, answer)  # no result is held while the next site trains
 
         return end

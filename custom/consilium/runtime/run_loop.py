@@ -22,7 +22,7 @@ class Transport(Protocol):
     def ask(self, kind: Kind, messages: Mapping[str, Asked | None], take: Take, enough: Callable[[], bool]) -> None:
         """Send each named site its message, if it needs one, and hand the answers to `take` as they come.
 
-        Returns when all sites have answered or failed, or some time after `enough` became true.
+        Returns when all sites have answered or failed, or some time after `enough` became true. Later answers are refused.
         """
 
     def begin(self, kind: Kind, messages: Mapping[str, Asked | None], take: Take) -> Callable[[], None]:

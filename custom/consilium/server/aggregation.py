@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from consilium.config.job import TrainingConfig
-from consilium.config.run_sections import ServerConfig
+from consilium.config.run_sections import ROUNDING, ServerConfig
 from consilium.core.errors import ConsiliumError, RefusedError
 from consilium.core.messages import TRAIN_LOSS, TRAIN_PENALTY, Payload, SiteInfo, Tensors
 from consilium.core.norms import concat_small
@@ -136,15 +136,12 @@ def robust_mean(config: ServerConfig, updates: Sequence[Tensors]) -> Tensors:
         raise RefusedError("no site's update was accepted, so there is no mean; check the sites' logs")
     count = len(updates)
     most = (count - 1) // 2
-    cut = most if config.mean == "median" else min(math.ceil(config.trim * count - 1e-9), most)  # 0.1 * 30 is over 3
+    cut = most if config.mean == "median" else min(math.ceil(config.trim * count - ROUNDING), most)
     ordered = {name: torch.stack([one[name].double() for one in updates]).sort(0).values for name in updates[0]}
     return {name: values[cut : count - cut].mean(0) for name, values in ordered.items()}
 
 
 # aggregation -----------------------------------------------------------------------------------------------------------
-
-MEAN_UNIT = UNIT
-"""The grid of the exact mean. Updates are rounded to multiples of it before they are summed."""
 
 PARTIES = 1024
 """The default number of updates for which a mean leaves room."""
@@ -157,8 +154,8 @@ Piece = tuple[tuple[str, tuple[int, ...]], ...]
 class ExactMean:
     """A weighted mean with one running sum. The result does not depend on the order of arrival.
 
-    Updates are summed as 64-bit integers in units of `MEAN_UNIT`. Integer addition never rounds, so it is associative. The
-    memory is one int64 per number of an update, for any number of sites.
+    Updates are rounded to multiples of `UNIT` and summed as 64-bit integers. Integer addition never rounds, so it is
+    associative. The memory is one int64 per number of an update, for any number of sites.
     """
 
     def __init__(self, parties: int = PARTIES) -> None:
@@ -172,9 +169,9 @@ class ExactMean:
         range of 62 bits, so that one update never makes another overflow, in any order of arrival.
         """
         pieces = {tuple((n, tuple(update[n].shape)) for n in names): numbers for names, numbers in concat_small(update)}
-        units = {piece: MEAN_UNIT if t.dtype is torch.int64 else 1.0 for piece, t in pieces.items()}
+        units = {piece: UNIT if t.dtype is torch.int64 else 1.0 for piece, t in pieces.items()}
         tops = [float(t.abs().max()) * units[piece] for piece, t in pieces.items() if t.numel()]
-        if not all(top / MEAN_UNIT * weight < 2.0**62 / self._parties for top in tops):  # refuses NaN too
+        if not all(top / UNIT * weight < 2.0**62 / self._parties for top in tops):  # refuses NaN too
             largest = next((top for top in tops if math.isnan(top)), max(tops))
             raise RefusedError(f"update has a value of {largest:.3g}, too large to average; lower the learning rate or clip")
         for piece, numbers in pieces.items():
@@ -184,16 +181,16 @@ class ExactMean:
         self._weight += weight
 
     def set_sums(self, sums: Tensors, weight: float) -> None:
-        """Set the sums to `sums` (int64 in units of `MEAN_UNIT`), and their divisor to `weight`."""
+        """Set the sums to `sums` (int64 in units of `UNIT`), and their divisor to `weight`."""
         self._sums = {((name, tuple(total.shape)),): total.reshape(-1) for name, total in sums.items()}
         self._names, self._weight = dict.fromkeys(sums), weight
 
     def value(self) -> Tensors:
         """Return the mean in float64, {} for empty updates. Raises RefusedError if nothing was added."""
-        return {name: total.double().mul_(MEAN_UNIT / self._weight) for name, total in self.sums().items()}
+        return {name: total.double().mul_(UNIT / self._weight) for name, total in self.sums().items()}
 
     def sums(self) -> Tensors:
-        """Return the sums, int64 in units of `MEAN_UNIT`. Raises RefusedError if nothing was added."""
+        """Return the sums, int64 in units of `UNIT`. Raises RefusedError if nothing was added."""
         if not self._weight:
             raise RefusedError("no site's update was accepted, so there is no mean; check the sites' logs")
         sums: Tensors = {}
@@ -231,7 +228,7 @@ class RoundAggregate:
         return uploads
 
     def take_sums(self) -> Tensors:
-        """Return the sums of the updates, int64 in units of `MEAN_UNIT`, and forget them."""
+        """Return the sums of the updates, int64 in units of `UNIT`, and forget them."""
         sums = self._mean.sums()
         self.reset()
         return sums

@@ -27,7 +27,7 @@ from consilium.privacy.randomness import Randomness
 from consilium.report.run_files import RunLog
 from consilium.report.tracking import Tracker
 from consilium.server import run_start
-from consilium.server.aggregation import RoundAggregate, aggregate_for, aggregate_results, mean_penalty_losses
+from consilium.server.aggregation import aggregate_for, aggregate_results, mean_penalty_losses
 from consilium.server.checks import check_evaluation, check_hello, check_update, refusals_text, remedy_text
 from consilium.server.early_stopping import early_end, no_score_warning, updated_validations
 from consilium.server.run_start import Saved, server_start
@@ -88,7 +88,6 @@ class Coordinator:
         folder: Path,
         observer: Observer,
         resume: bool = False,
-        aggregate: RoundAggregate | None = None,
         own: SiteConfig = SiteConfig(),  # noqa: B008
         seals: Seals = Seals(),  # noqa: B008
     ) -> None:
@@ -97,6 +96,7 @@ class Coordinator:
         self.log = RunLog(folder, job.config, resume, wanted)
         sweep(folder)
         self.sites: dict[str, SiteInfo] = {}
+        """The registered sites. A change of its keys makes a new dict, so that other threads may iterate over the old one."""
         self.asked: dict[str, SiteInfo] = {}
         self.sent: dict[str, Payload] = {}
         self._results: dict[str, SiteResult] = {}
@@ -105,7 +105,7 @@ class Coordinator:
         """By site, why it may not join or did not join."""
         self._lock = threading.Lock()
         self.survey = StatisticsRound(job.config, folder, observer)
-        self.aggregate = aggregate or aggregate_for(job)
+        self.aggregate = aggregate_for(job)
         self.plan = make_plan(job.config, job.strategy, names=job.initial)
         if resume:
             saved = run_start.load_for_resume(folder, job)
@@ -152,25 +152,38 @@ class Coordinator:
         """Register a site. Raises RefusedError, with a text for the site's log, if the site cannot take part."""
         check_hello(hello, self.job.config.packages)
         named = self.job.config.model.checkpoint_sha256
-        if (wanted := named or self.checkpoint) is not None and hello.checkpoint != wanted:
-            whose = "model.checkpoint_sha256 is" if named else "the sites admitted before, or the adapter it starts from, have"
-            raise RefusedError(
-                f"{hello.name}: its base checkpoint has sha256 {hello.checkpoint or '(none)'}, {whose} {wanted or '(none)'}; "
-                "give every site the same file, and name its sha256 in model.checkpoint_sha256 of the job"
-            )
         with self._lock:
+            if (wanted := named or self.checkpoint) is not None and hello.checkpoint != wanted:
+                others = "the sites admitted before, or the adapter it starts from, have"
+                whose = "model.checkpoint_sha256 is" if named else others
+                raise RefusedError(
+                    f"{hello.name}: its base checkpoint has sha256 {hello.checkpoint or '(none)'}, {whose} "
+                    f"{wanted or '(none)'}; give every site the same file, and name its sha256 in model.checkpoint_sha256 of "
+                    "the job"
+                )
             self.checkpoint = hello.checkpoint
             carries = hello.capacity if self.job.config.adapter_kind.unequal_ranks else {}
-            self.sites[hello.name] = SiteInfo(hello.name, hello.num_samples, hello.joined, carries)
+            self.sites = self.sites | {hello.name: SiteInfo(hello.name, hello.num_samples, hello.joined, carries)}
+            if hello.seeded:
+                self.plan = self.plan and self.plan.with_seeded_noise([hello.name])
         if hello.seeded:
-            self.plan = self.plan and self.plan.with_seeded_noise([hello.name])
             self.observer({"event": "warning", "text": not_private_sentence([hello.name])})
         self.log.record_join(self.state.round, hello.name, hello.ledger, not hello.num_samples, hello.seeded)
         self.seals.note(hello.name, hello.ledger)
         self.observer({"event": "site", "site": hello.name, "num_samples": hello.num_samples})
 
-    def start(self, names: Collection[str] = ()) -> dict[str, Payload]:
-        """Begin a phase, with the sites `names` if given; return the payload of each site.
+    def add_absent_sites(self, names: Collection[str]) -> None:
+        """Add sites that are not there, but whose masked updates of the next phase are stored."""
+        with self._lock:
+            self.sites = self.sites | {name: SiteInfo(name, 1, joined=True) for name in names}
+
+    def forget_sites(self, names: Collection[str]) -> None:
+        """Remove sites, which may register again. Their results of the current phase still count."""
+        with self._lock:
+            self.sites = {name: site for name, site in self.sites.items() if name not in names}
+
+    def start(self, names: Collection[str] | None = None) -> dict[str, Payload]:
+        """Begin a phase, with those of the sites `names` that are registered if given; return the payload of each site.
 
         Raises ConsiliumError if there are fewer sites than the quorum.
         """
@@ -182,11 +195,11 @@ class Coordinator:
                 out = {name: reason for name, reason in self.declined.items() if name not in self.sites}
                 step = "mend that, then submit the job again" if out else "wait for more sites or lower it"
                 raise ConsiliumError(f"round {self.state.round + 1}: {refusals_text(out, 'refused')}{have}; {step}")
-            if not names:  # the sample follows from seed and round, so all phases of a round have the same sites
+            if names is None:  # the sample follows from seed, round and the registered sites, and not from the phase
                 config, every = self.job.config, sorted(self.trainers)
-                count = max(self.quorum, math.ceil(config.federation.fraction_train * len(every)))
+                count = config.federation.count_to_train(len(every))
                 names = sorted(random.Random(seed_for(config.training.seed, "sample", self.state.round)).sample(every, count))
-            self.asked = {name: self.sites[name] for name in names}
+            self.asked = {name: self.sites[name] for name in names if name in self.sites}
             self.accepted, self._results, self._trained, self.reasons = set(), {}, [], {}
             self.aggregate.reset(len(self.asked))
         if (self.state.round, self.state.phase) == (0, 0):
@@ -214,10 +227,10 @@ class Coordinator:
         """Return, by site, the payloads for sites that evaluate but do not train in this round (`fraction_evaluate`)."""
         if self.state.phase:
             return {}
-        names = sorted(self.trainers.keys() - self.asked.keys())
-        count = math.ceil(self.job.config.federation.fraction_evaluate * len(names))
-        drawn = random.Random(seed_for(self.job.config.training.seed, "held-out", self.state.round)).sample(names, count)
-        return {n: replace(self.job.strategy.final(self.state, self.sites[n]), phase=HELD_OUT) for n in sorted(drawn)}
+        others = {name: site for name, site in self.trainers.items() if name not in self.asked}
+        generator = random.Random(seed_for(self.job.config.training.seed, "held-out", self.state.round))
+        drawn = sorted(generator.sample(sorted(others), self.job.config.federation.count_to_evaluate(len(others))))
+        return {name: replace(self.job.strategy.final(self.state, others[name]), phase=HELD_OUT) for name in drawn}
 
     def accept_held_out(self, name: str, result: Payload) -> str | None:
         """Store the metrics of a site that does not train in this round. Return None, or why they were refused."""
@@ -248,7 +261,8 @@ class Coordinator:
                 self._results[name] = SiteResult(result, weight, sent, self.asked[name])
             self.accepted.add(name)
             self._trained.append(result.metrics)
-            self.sites[name] = replace(self.asked[name], joined=True)
+            if name in self.sites:  # otherwise it has left, and must register again
+                self.sites[name] = replace(self.sites[name], joined=True)
         self.log.record_result(name, result, weight)
         self.seals.note(name, result.ledger)
         self.observer({"event": "accepted", "site": name, "round": result.round, "metrics": result.metrics})

@@ -77,8 +77,7 @@ class MaskedRounds:
             c.conclude()
             self.collector.delete_phase_attempts(summed.attempt)
         finally:
-            for name in self._away:
-                c.sites.pop(name, None)
+            c.forget_sites(self._away)
             self._away = set()
 
     def _admit_new_sites(self, ask: Ask) -> None:
@@ -96,12 +95,10 @@ class MaskedRounds:
                     "begin a new run, see the privacy page on sums over several runs",
                     joining=True,
                 )
-                del c.sites[name]
+            c.forget_sites(new)
             return
         ask(Kind.MASKS, dict.fromkeys(new, HELLO), self.collector.admit, lambda: len(roster) >= c.quorum)
-        for name in new:
-            if name not in roster:
-                del c.sites[name]
+        c.forget_sites([name for name in new if name not in roster])
 
     def _begin(self) -> tuple[Attempt, dict[str, Payload]]:
         """Choose the sites of a phase, or continue an interrupted phase. Return the attempt and the payloads by site."""
@@ -114,8 +111,8 @@ class MaskedRounds:
             return attempt, c.sent
         # absent sites whose updates are stored
         self._away = {n for n in attempt.cohort if n not in c.sites and attempt.load_masked(n)}
-        c.sites |= {name: SiteInfo(name, 1, joined=True) for name in self._away}
-        c.start([name for name in attempt.cohort if name in c.sites])
+        c.add_absent_sites(self._away)
+        c.start(attempt.cohort)
         return attempt, c.sent
 
     def _run_attempt(self, ask: Ask, attempt: Attempt, payloads: Mapping[str, Payload]) -> tuple[Sum, list[str]] | None:

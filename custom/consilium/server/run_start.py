@@ -10,12 +10,12 @@ from consilium import __version__
 from consilium.adapters.names import is_strategy_part
 from consilium.config.job import JobConfig, load_run_job
 from consilium.config.site import SiteConfig
-from consilium.core.errors import CheckpointError, ConfigError
+from consilium.core.errors import CheckpointError, ConfigError, raise_first
 from consilium.core.messages import Tensors
 from consilium.core.storage import checkpoint_hash, file_hash, flatten_groups, group_of, load_state, save_state
-from consilium.federation.job_assembly import Job, bare_model, checkpoint_of, kinds_of, resolve_checkpoint_path
-from consilium.federation.job_consistency import refuse_first
+from consilium.federation.job_assembly import Job, bare_model, checkpoint_of, resolve_checkpoint_path
 from consilium.federation.saved_model import TENSORS, read_adapter_folder
+from consilium.models.registry import MODELS
 from consilium.report.run_files import incompatible_version
 from consilium.server.early_stopping import Validations
 from consilium.strategies.strategy import ServerState
@@ -59,10 +59,9 @@ def server_start(job: Job, own: SiteConfig) -> Start:
     if not job.strategy.traits.needs_base_weights:
         return Start(job.initial)
     config = job.config
-    base, _, adapter = kinds_of(config)
     path = checkpoint_of(config.model, own, "the server's")
     model = bare_model(config, path, weights=True)
-    adapter.shapes(model, config.adapter, base)  # creates the layers that a target set needs
+    config.adapter_kind.shapes(model, config.adapter, MODELS[config.model.name])  # creates the layers that a target set needs
     names = [name.removesuffix(".lora_A") for name in job.initial if name.endswith(".lora_A")]
     weights = {name: cast(Tensor, model.get_submodule(name).weight).detach().float() for name in names}
     start = job.strategy.start(job.initial, weights, config.adapter.product_scaling)
@@ -95,7 +94,7 @@ def _start_from_adapter(job: Job, folder: Path) -> Start:
         f"has shape {shapes[0]} of {next(iter(unlike), '')!r}, this job's is {shapes[1]}; use its adapter section and "
         "classes": unlike,
     }
-    refuse_first(f"adapter.start: {folder}", problems)
+    raise_first(problems, source=f"adapter.start: {folder}")
     found = {name: kept.values[name].to(fresh.dtype) if name in kept.values else fresh for name, fresh in job.initial.items()}
     return Start(found, card.base_sha256, file_hash(folder / TENSORS))
 

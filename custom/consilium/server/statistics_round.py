@@ -56,11 +56,10 @@ class StatisticsRound:
 
     def finish(self) -> None:
         """Write the statistics of all sites as JSON and text."""
-        refused = {name: why for name, why in self.refused.items() if name not in self.found}  # a resumed run asks again
-        silent = {name: "no answer" for name in self.asked - self.found.keys() - refused.keys()}
-        said = {name: {"refused": why} for name, why in (refused | silent).items()}
-        told = {name: one.model_dump(mode="json") for name, one in self.found.items()} | said
-        sites = {name: told[name] for name in sorted(told)}
+        refused = dict.fromkeys(self.asked, "no answer") | self.refused
+        answers = {name: {"refused": why} for name, why in refused.items()}
+        answers |= {name: one.model_dump(mode="json") for name, one in self.found.items()}
+        sites = dict(sorted(answers.items()))
         self.asked = set()
         write_atomic(self.folder / "statistics.txt", statistics_text(self.config.name, sites).encode())
         write_json(self.folder / FILE, {"job": self.config.name, "sites": sites}, indent=1)

@@ -23,7 +23,7 @@ from consilium.core.errors import Reason
 from consilium.core.messages import Hello, Payload, SiteInfo
 from consilium.data.stats import Tally
 from consilium.federation.job_assembly import Job
-from consilium.flare.job import job_context, wire
+from consilium.flare.job import job_context, site_jobs, wire
 from consilium.flare.job.executor import SiteExecutor
 from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter
 from consilium.privacy.accounting import Entry
@@ -161,7 +161,7 @@ def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         job = assembled(JobConfig.model_validate(small_config("fedit").model_dump() | {"privacy": privacy} | (more or {})))
         own = {"dataset": "ward-7"} if policy is None else policy
         site = SiteConfig(**settings, privacy=HospitalPrivacyPolicy.model_validate(own))
-        monkeypatch.setattr(job_context, "load_approved_job", lambda fl_ctx, name: (job, site))
+        monkeypatch.setattr(site_jobs, "approved_job", lambda fl_ctx: (job, fl_ctx.get_identity_name(), site))
         monkeypatch.setattr(job_context, "open_site_folder", lambda fl_ctx, job, name, site: tmp_path / "one")
         monkeypatch.setattr(job_context, "site_root", lambda fl_ctx, job, name, site: tmp_path)
         monkeypatch.setattr(job_context, "state_folder", lambda fl_ctx: tmp_path / "state")

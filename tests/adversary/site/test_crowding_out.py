@@ -10,7 +10,8 @@ from consilium.core.errors import RefusedError
 from consilium.core.messages import Hello, Payload
 from consilium.federation.job_assembly import assemble_job
 from consilium.privacy.guard.release import upload_shapes
-from consilium.server.aggregation import MEAN_UNIT, ExactMean
+from consilium.privacy.secagg.arithmetic import UNIT
+from consilium.server.aggregation import ExactMean
 from consilium.server.coordinator import Coordinator
 from consilium.strategies.strategy import Role
 from tests.conftest import small_config
@@ -36,12 +37,12 @@ def test_the_exact_mean_never_wraps() -> None:
     """Three updates, each within its bound, once gave a mean of -0.07 where +0.19 was right."""
     mean, total, true = ExactMean(3), 0, 0.0
     for weight in (10**6, 3 * 10**7, 10**9):
-        value = 0.99 * 2**62 / 3 * MEAN_UNIT / weight
+        value = 0.99 * 2**62 / 3 * UNIT / weight
         mean.add({"t": torch.tensor([value], dtype=torch.float64)}, weight)
         total, true = total + weight, true + value * weight
-    assert float(mean.value()["t"]) == pytest.approx(true / total, abs=2 * MEAN_UNIT)
+    assert float(mean.value()["t"]) == pytest.approx(true / total, abs=2 * UNIT)
     with pytest.raises(RefusedError, match="too large to average"):
-        ExactMean(3).add({"t": torch.tensor([1.01 * 2**62 / 3 * MEAN_UNIT], dtype=torch.float64)}, 1)
+        ExactMean(3).add({"t": torch.tensor([1.01 * 2**62 / 3 * UNIT], dtype=torch.float64)}, 1)
 
 
 @pytest.mark.parametrize("strategy", ["flexlora", "flora"])

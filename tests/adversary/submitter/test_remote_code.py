@@ -63,7 +63,7 @@ ATTACKS: dict[str, tuple[str, Edit]] = {
     "as filter": (CLIENT, lambda c, proof: c["task_result_filters"][0]["filters"].append(shell(proof))),
     "as workflow": (SERVER, lambda c, proof: c["workflows"].append(shell(proof))),
     "as argument at the sites": (CLIENT, lambda c, proof: argument(c["executors"][0]["executor"], "site", proof)),
-    "as argument at the server": (SERVER, lambda c, proof: argument(c["workflows"][0], "aggregator_id", proof)),
+    "as argument at the server": (SERVER, lambda c, proof: argument(c["workflows"][0], "resume", proof)),
 }
 
 

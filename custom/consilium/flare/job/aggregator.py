@@ -1,4 +1,4 @@
-"""The strategy's server part as a FLARE aggregator, for our controller and for FLARE's FedAvg and ScatterAndGather."""
+"""The strategy's server part as a FLARE aggregator, for FLARE's FedAvg and ScatterAndGather. RoundController needs none."""
 
 from dataclasses import replace
 
@@ -8,14 +8,13 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 
-from consilium.core.errors import ConfigError, RefusedError
+from consilium.core.errors import ConfigError, RefusedError, raise_first
 from consilium.core.messages import Payload, SiteInfo
 from consilium.core.sanitize import shown
 from consilium.federation.job_assembly import Job
-from consilium.federation.job_consistency import refuse_first
 from consilium.flare.job import job_context, wire
 from consilium.privacy.plan import make_plan
-from consilium.server.aggregation import RoundAggregate, aggregate_for
+from consilium.server.aggregation import aggregate_for
 from consilium.server.checks import SAMPLES, check_update
 from consilium.strategies.strategy import Strategy
 
@@ -24,7 +23,7 @@ class StrategyAggregator(ModelAggregator):
     """Aggregates updates with the strategy that the job.yaml in the app's config folder names.
 
     FLARE's own workflows send the same payload to all sites. So they work with strategies that share all trained parameters
-    (fedit, ffa_lora after its start, centralized). `aggregate_model` refuses other strategies. Results that the server's check
+    (fedit, ffa_lora after its start). `aggregate_model` refuses other strategies. Results that the server's check
     refuses are left out with a warning.
     """
 
@@ -32,19 +31,17 @@ class StrategyAggregator(ModelAggregator):
         super().__init__()
         self._job: Job | None = None
 
-    def set_job(self, job: Job) -> RoundAggregate:
-        """Set the job of this run. Return the new aggregate for it."""
+    def set_job(self, job: Job) -> None:
+        """Set the job of this run."""
         self._job, self._plan = job, make_plan(job.config, job.strategy, names=job.initial)
         self._aggregate = aggregate_for(job)
-        return self._aggregate
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Read the job when the run starts."""
         super().handle_event(event_type, fl_ctx)
         if event_type == EventType.START_RUN:
             wire.register()
-            if self._job is None:
-                self.set_job(job_context.load(fl_ctx))
+            self.set_job(job_context.load(fl_ctx))
 
     def accept_model(self, model: FLModel) -> None:
         """Add one site's update, weighted by its NUM_STEPS_CURRENT_ROUND (its number of samples) as the job allows."""
@@ -89,7 +86,7 @@ class StrategyAggregator(ModelAggregator):
                 job.config.server is not None and job.config.server.optimizer is not None
             ),
         }
-        refuse_first("StrategyAggregator", problems)
+        raise_first(problems, source="StrategyAggregator")
         mean = {n: t.to(job.initial[n].dtype) for n, t in self._aggregate.take_mean().items()}
         return FLModel(params_type=ParamsType.DIFF, params=mean)
 

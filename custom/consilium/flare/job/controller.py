@@ -1,8 +1,8 @@
 """The server's FLARE controller, which runs the rounds of one Coordinator by sending tasks to the sites."""
 
 import errno
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +20,6 @@ from consilium.core.errors import ABORTED_RUN, UNEXPLAINED, ConsiliumError
 from consilium.core.sanitize import shown
 from consilium.core.schema import Section, validate
 from consilium.flare.job import job_context, wire
-from consilium.flare.job.aggregator import StrategyAggregator
 from consilium.flare.job.transport import REPLIED, Aborted, FlareTransport
 from consilium.flare.kit.audit_rotation import aborting_person
 from consilium.flare.patches import share_timers
@@ -35,7 +34,6 @@ from consilium.server.run_start import check_start_folder
 class Arguments(Section):
     """The arguments that a job may set in config_fed_server.json. `task_check_period`: seconds between two checks of tasks."""
 
-    aggregator_id: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")] = "aggregator"
     resume: StrictBool = False
     task_check_period: Annotated[StrictFloat, Field(ge=0.05, le=60)] = 0.2
 
@@ -43,11 +41,11 @@ class Arguments(Section):
 class RoundController(Controller):
     """Runs a job's rounds. Raises ConfigError for an argument of a wrong type or out of bounds."""
 
-    def __init__(self, aggregator_id: str = "aggregator", resume: bool = False, task_check_period: float = 0.2) -> None:
-        given = {"aggregator_id": aggregator_id, "resume": resume, "task_check_period": task_check_period}
+    def __init__(self, resume: bool = False, task_check_period: float = 0.2) -> None:
+        given = {"resume": resume, "task_check_period": task_check_period}
         validate(Arguments, given, Path("config_fed_server.json: RoundController"))
         super().__init__(task_check_period=task_check_period)
-        self.aggregator_id, self.resume, self.task_check_period = aggregator_id, resume, task_check_period
+        self.resume, self.task_check_period = resume, task_check_period
         self.coordinator: Coordinator | None = None
         self.crossing: CrossSites | None = None
         self.masked: MaskedRounds | None = None
@@ -59,29 +57,42 @@ class RoundController(Controller):
         """Read the job and prepare its coordinator. A job that cannot run ends here with one line that says why."""
         wire.register()
         share_timers()
-        try:
+        with self._give_up_on_error(fl_ctx):
             job, self._revoked = job_context.load(fl_ctx), job_context.watch_revocations(fl_ctx)
-            aggregator = fl_ctx.get_engine().get_component(self.aggregator_id)
-            if not isinstance(aggregator, StrategyAggregator):
-                raise ConsiliumError(f"config_fed_server.json: no StrategyAggregator with id {self.aggregator_id!r}; add it")
             folder = job_context.open_server_folder(fl_ctx, job, self.resume)
             observe, own = job_context.observer(self, fl_ctx, "server"), job_context.server_config(fl_ctx)
             if not job_context.is_simulated_process():
                 check_start_folder(job.config, own)
             saved = scored_run_state(job, job_context.former_run_folder(fl_ctx, job))
             seals = Seals(None if job_context.is_simulated_process() else job_context.state_folder(fl_ctx) / SEALS)
-            self.coordinator = Coordinator(job, folder, observe, self.resume, aggregator.set_job(job), own, seals)
+            self.coordinator = Coordinator(job, folder, observe, self.resume, own, seals)
             if job.config.cross_site and saved:
                 self.crossing = CrossSites(self.coordinator, job.config.cross_site, saved)
             if job.config.secure_aggregation:
                 self.masked = MaskedRounds(self.coordinator, *job_context.root_certificate_and_server(fl_ctx))
-        except ConsiliumError as error:
-            self._give_up(error, fl_ctx)
 
-    def _give_up(self, error: ConsiliumError, fl_ctx: FLContext) -> None:
-        """End the job with one line that says why. The line is also in the files that an administrator can download."""
-        self._record_reason(str(error), fl_ctx)
-        self.system_panic(str(error), fl_ctx)
+    @contextmanager
+    def _give_up_on_error(self, fl_ctx: FLContext) -> Iterator[None]:
+        """End the job after an error in the block, with one line that says why, also in the files for download.
+
+        Errors that are neither ours nor of a file are raised: FLARE logs them and ends the job.
+        """
+        try:
+            yield
+        except ConsiliumError as error:
+            reason = str(error)
+        except OSError as error:
+            remedy = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "see the server's log"
+            what = f"the server cannot use the run's files ({error.strerror or error})"
+            reason = f"{what}; {remedy}, then `consilium resume`"
+        except Exception as error:
+            reason = f"an unexpected error at the server ({type(error).__name__}); see the server's log"
+            self._record_reason(reason, fl_ctx)
+            raise
+        else:
+            return
+        self._record_reason(reason, fl_ctx)
+        self.system_panic(reason, fl_ctx)
 
     def _record_reason(self, reason: str, fl_ctx: FLContext) -> None:
         """Write why the job ends early to the run's log of events and to the files for download."""
@@ -125,7 +136,7 @@ class RoundController(Controller):
         if (c := self.coordinator) is None:
             return
         self.transport = transport = FlareTransport(self, c, abort_signal, fl_ctx, self._revoked, self.task_check_period)
-        try:
+        with self._give_up_on_error(fl_ctx):
             with suppress(Aborted):
                 RunLoop(c, transport, self.masked, self.crossing).run()
             if transport.aborted:  # FLARE's abort signal is the same for a person's abort and for an error
@@ -141,16 +152,6 @@ class RoundController(Controller):
                     logs = f"; see the logs of {', '.join(sorted(silent))}" if silent else ""
                     reason = f"{UNEXPLAINED} {place}{logs}"
                 self._record_reason(reason, fl_ctx)
-        except ConsiliumError as error:
-            self._give_up(error, fl_ctx)
-        except OSError as error:
-            remedy = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "see the server's log"
-            self._give_up(
-                ConsiliumError(
-                    f"the server cannot use the run's files ({error.strerror or error}); {remedy}, then `consilium resume`"
-                ),
-                fl_ctx,
-            )
 
     def process_result_of_unknown_task(
         self, client: Client, task_name: str, client_task_id: str, result: Shareable, fl_ctx: FLContext

@@ -16,15 +16,13 @@ from nvflare.apis.job_def import JobMetaKey
 from nvflare.apis.job_launcher_spec import JobReturnCode
 from nvflare.apis.workspace import Workspace
 
-from consilium.client.approval import check_approved
 from consilium.config.job import load_job
-from consilium.config.site import Given, SiteConfig, allowed_plugins, find_site, load_site, plugins_allowed_by_kit
-from consilium.core.errors import ConfigError, Reason
+from consilium.config.site import Given, SiteConfig, find_site, load_site, plugins_allowed_by_kit
+from consilium.core.errors import ConfigError, Reason, raise_first
 from consilium.core.messages import Observer
 from consilium.core.registry import NO_PLUGINS, Plugins
 from consilium.core.storage import make_private_folder, read_json, sweep, write_atomic
 from consilium.federation.job_assembly import Job, assemble_job
-from consilium.federation.job_consistency import refuse_first
 from consilium.federation.run_folders import OWNER, RUNS, STATE, check_run_name, claim_run_folder, default_run_name, known_run
 from consilium.flare.job.simulation_settings import IDENTITIES, OUTPUT, is_simulated_process, read_settings
 from consilium.flare.kit.revocation import revoked_since, revoked_until
@@ -46,27 +44,6 @@ def load(fl_ctx: FLContext) -> Job:
     return load_federated_job(folder / "config" / "job.yaml", plugins)
 
 
-def load_approved_job(fl_ctx: FLContext, name: str) -> tuple[Job, SiteConfig]:
-    """Return (this run's job, the site's configuration), after the check that its administrator approved the job if needed.
-
-    Both are read once per process. So guard and executor use the same values, even if FLARE rewrites the job's folder while the
-    job runs. Raises ConfigError, and RefusedError if the site's administrator must approve the job first.
-    """
-    key = (fl_ctx.get_job_id(), name)
-    if key not in _opened:
-        site, folders = site_config(fl_ctx, name), workspace(fl_ctx)
-        app = Path(folders.get_app_dir(fl_ctx.get_job_id()))
-        path = app / "config" / "job.yaml"
-        config = load_job(path, plugins=allowed_plugins(site, is_simulated_process()))
-        check_approved(app, config, site, Path(folders.get_site_config_dir()))
-        _opened[key] = (check_federated(assemble_job(config, path), path), site)
-    return _opened[key]
-
-
-_opened: dict[tuple[str, str], tuple[Job, SiteConfig]] = {}
-"""The values of `load_approved_job` in this process, by (FLARE's job id, site name)."""
-
-
 def load_federated_job(path: Path, plugins: Plugins = NO_PLUGINS, author: bool = False) -> Job:
     """Return the job of a job.yaml. `plugins` and `author`: as for load_job. Raises ConfigError, also as `check_federated`."""
     return check_federated(assemble_job(load_job(path, plugins=plugins, author=author), path), path)
@@ -82,7 +59,7 @@ def check_federated(job: Job, path: Path) -> Job:
             job.config.diagnostics.reads_site_tensors
         ),
     }
-    refuse_first(path, problems)
+    raise_first(problems, source=path)
     return job
 
 
@@ -118,7 +95,8 @@ def server_config(fl_ctx: FLContext) -> SiteConfig:
     """Return the server's own configuration, of which the checkpoint folder and tracking are used. Raises ConfigError."""
     path = Path(workspace(fl_ctx).get_site_config_dir()) / "site.yaml"
     if is_simulated_process() or not path.is_file():
-        return SiteConfig(checkpoints=_simulation_settings().checkpoints, tracking=_simulation_settings().tracking)
+        settings = _simulation_settings()
+        return SiteConfig(checkpoints=settings.checkpoints, tracking=settings.tracking)
     return load_site(path)
 
 

@@ -17,7 +17,6 @@ from consilium.config.job import JobConfig, job_file, read_job_bytes
 from consilium.core.errors import ConfigError
 from consilium.core.registry import Plugins
 from consilium.core.storage import read_json, write_atomic
-from consilium.flare.job.aggregator import StrategyAggregator
 from consilium.flare.job.controller import RoundController
 from consilium.flare.job.executor import SiteExecutor
 from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter
@@ -53,7 +52,6 @@ class ConsiliumRecipe(Recipe):
         named = {"experiment": config.experiment} if config.experiment else None
         fed_job = FedJob(name=config.name, min_clients=config.federation.min_sites, meta_props=named)
         fed_job.set_app_packages(["consilium"])  # installed at every site: nothing is copied, so the job is not BYOC
-        fed_job.to_server(StrategyAggregator(), id="aggregator")
         fed_job.to_server(RoundController())
         tasks = [*TASKS, *[MASKS] * (config.secure_aggregation is not None)]
         fed_job.to_clients(SiteExecutor(), tasks=tasks)

@@ -96,6 +96,8 @@ class Simulator:
         complete.
         """
         observer(loading_event(f"FLARE and {len(self._sites)} sites, a process each"))
+        results = workspace / "results.json"
+        former = _version(results)
         try:
             write_settings(given, workspace, self._sites)
             allow_classes(workspace / "flare" / "workspace", *CLASSES)
@@ -114,7 +116,7 @@ class Simulator:
             observer(
                 {"event": "warning", "text": f"{site}: lost by FLARE's simulator at the start; the run went on without it"}
             )
-        if self._process.wait() > 0 or not (workspace / "results.json").is_file():
+        if self._process.wait() > 0 or _version(results) in (None, former):
             log, text = workspace / LOG, _read_log(workspace / LOG)
             given_up = re.findall(r" - ERROR - .*FATAL_SYSTEM_ERROR received: (.+)", text)  # the server's reason
             errors = given_up or re.findall(r" - ERROR - (?:.* - )?(.+)", text)
@@ -173,6 +175,11 @@ def _read_events(folder: Path, process: subprocess.Popen) -> Iterator[dict]:
         if ended:
             return
         time.sleep(0.2)
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    """Return what tells a file from the one that it has replaced; None if there is no file."""
+    return (path.stat().st_ino, path.stat().st_mtime_ns) if path.is_file() else None
 
 
 def _read_log(log: Path) -> str:

@@ -28,8 +28,8 @@ from consilium.flare import patches
 from consilium.flare.job.simulation_settings import LOG, OUTPUT
 
 WORKER = "nvflare.private.fed.app.simulator.simulator_worker"
-SERVER = ["consilium.flare.job.aggregator", "consilium.flare.job.controller"]
-"""Modules that the server's part of a job needs."""
+SERVER = "consilium.flare.job.controller"
+"""The module that the server's part of a job needs."""
 SITES = [WORKER, "consilium.flare.job.executor", "peft"]
 """Modules that a site's process needs: FLARE's worker, our executor, and PEFT, which takes longest to import."""
 SHORT = 0.1
@@ -133,8 +133,7 @@ def main() -> int:
     pipe = connection.Connection(int(sys.argv[1]))
     try:
         patches.check("simulation")
-        for name in SERVER:
-            import_module(name)
+        import_module(SERVER)
         make_flare_fork_sites(pipe)
     except ConfigError as error:
         print(error)  # `Simulator` reads this line

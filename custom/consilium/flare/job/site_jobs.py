@@ -11,12 +11,17 @@ from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 
+from consilium.client.approval import check_approved
 from consilium.client.build import build_guard, build_site
 from consilium.client.client import Client
 from consilium.client.site_data import load_site_data
+from consilium.config.job import load_job
+from consilium.config.site import SiteConfig, allowed_plugins
 from consilium.core.errors import ConsiliumError, DataError
 from consilium.data.datalist import DataList
+from consilium.federation.job_assembly import Job, assemble_job
 from consilium.flare.job import job_context
+from consilium.flare.job.simulation_settings import is_simulated_process
 from consilium.privacy.guard.guard import Guard
 
 
@@ -28,6 +33,7 @@ class SiteJob:
     of filters lets exactly these objects pass, see filters.py.
     """
 
+    approved: tuple[Job, str, SiteConfig] | None = None
     data: DataList | None = None
     unusable: bool = False
     site: Client | None = None
@@ -43,6 +49,23 @@ jobs: dict[tuple[str, str], SiteJob] = {}
 def site_job_state(fl_ctx: FLContext) -> SiteJob:
     """Return the state of the job and site that FLARE's context names."""
     return jobs.setdefault((fl_ctx.get_job_id(), fl_ctx.get_identity_name()), SiteJob())
+
+
+def approved_job(fl_ctx: FLContext) -> tuple[Job, str, SiteConfig]:
+    """Return (this run's job, the site's name, its settings) if the site's administrator has approved the job where needed.
+
+    They are read once per process. So guard and executor use the same values, even if FLARE rewrites the job's folder while the
+    job runs. Raises ConfigError, and RefusedError if the site's administrator must approve the job first.
+    """
+    state = site_job_state(fl_ctx)
+    if state.approved is None:
+        name, folders = fl_ctx.get_identity_name(), job_context.workspace(fl_ctx)
+        site, app = job_context.site_config(fl_ctx, name), Path(folders.get_app_dir(fl_ctx.get_job_id()))
+        path = app / "config" / "job.yaml"
+        config = load_job(path, plugins=allowed_plugins(site, is_simulated_process()))
+        check_approved(app, config, site, Path(folders.get_site_config_dir()))
+        state.approved = job_context.check_federated(assemble_job(config, path), path), name, site
+    return state.approved
 
 
 def reload_unusable_data(fl_ctx: FLContext) -> None:
@@ -66,14 +89,14 @@ def data(fl_ctx: FLContext) -> DataList:
     """Return the site's samples, which are read at the first call. Raises ConsiliumError."""
     state = site_job_state(fl_ctx)
     if state.data is None:
-        job, site = job_context.load_approved_job(fl_ctx, name := fl_ctx.get_identity_name())
+        job, name, site = approved_job(fl_ctx)
         state.data = load_site_data(job.config, name, site, _folder(fl_ctx), job_context.site_root(fl_ctx, job, name, site))
     return state.data
 
 
 def _folder(fl_ctx: FLContext) -> Path:
-    job, site = job_context.load_approved_job(fl_ctx, name := fl_ctx.get_identity_name())
-    return job_context.former_site_folder(fl_ctx, job, name, site) or job_context.open_site_folder(fl_ctx, job, name, site)
+    found = approved_job(fl_ctx)
+    return job_context.former_site_folder(fl_ctx, *found) or job_context.open_site_folder(fl_ctx, *found)
 
 
 def built_client(component: FLComponent, fl_ctx: FLContext) -> Client:
@@ -83,7 +106,7 @@ def built_client(component: FLComponent, fl_ctx: FLContext) -> Client:
     """
     state = site_job_state(fl_ctx)
     if state.site is None:
-        job, site = job_context.load_approved_job(fl_ctx, name := fl_ctx.get_identity_name())
+        job, name, site = approved_job(fl_ctx)
         observer = job_context.observer(component, fl_ctx, name, job.config.privacy is not None)
         root, samples = job_context.site_root(fl_ctx, job, name, site), data(fl_ctx)
         try:
@@ -101,16 +124,13 @@ def guard(component: FLComponent, fl_ctx: FLContext) -> Guard:
     """
     state = site_job_state(fl_ctx)
     if state.guard is None:
-        name = fl_ctx.get_identity_name()
-        job, site = job_context.load_approved_job(fl_ctx, name)
+        job, name, site = approved_job(fl_ctx)
         job_context.set_upload_timeout(fl_ctx, job)
         folder, root = job_context.open_site_folder(fl_ctx, job, name, site), job_context.site_root(fl_ctx, job, name, site)
         observe = job_context.observer(component, fl_ctx, f"{name}-guard", job.config.privacy is not None)
         job_id, samples = fl_ctx.get_job_id() or "", data(fl_ctx)
         identity = job_context.secagg_identity(fl_ctx, name, site) if job.config.secure_aggregation else None
-        made = build_guard(
-            job, name, site, folder, root, observe, job_context.is_simulated_process(), job_id, samples, identity
-        )
+        made = build_guard(job, name, site, folder, root, observe, is_simulated_process(), job_id, samples, identity)
         made.ready = lambda: built_client(component, fl_ctx).prepare_round()
         state.guard = made
     return state.guard

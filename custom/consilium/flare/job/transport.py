@@ -1,10 +1,11 @@
 """The Transport of runtime/run_loop.py over FLARE: messages are sent as tasks, and answers are the tasks' results.
 
 There is one task per site, because FLARE sends the first receiver's data to all receivers. A site registers by its reply to a
-task `hello`. The server sends this task at the start of the job, after each round, when a site connects, and when a site that
+task `hello`. The server sends this task at the start of the job, after each phase, when a site connects, and when a site that
 FLARE took for dead asks for a task.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -153,8 +154,7 @@ class FlareTransport:
 
     def register_again(self, names: set[str]) -> None:
         """Send a hello to sites that connected or reconnected. A reconnected site may have another version or other data."""
-        c = self.coordinator
-        c.sites = {n: one for n, one in list(c.sites.items()) if n not in names}  # other threads read it
+        self.coordinator.forget_sites(names)
         self.send_hellos_from_other_thread()
 
     # questions ---------------------------------------------------------------------------------------------------------
@@ -171,9 +171,10 @@ class FlareTransport:
             self._refuse(name, "its process has ended, or it cannot be reached; see its log")
         for name in sorted(self._revoked() & encoded.keys() - gone):
             self._refuse(name, REFUSED)
-        here = {name: one for name, one in encoded.items() if name not in gone}
-        tasks = self.send(kind.value, here, self._make_receiver(kind, take))
+        here, over = {name: one for name, one in encoded.items() if name not in gone}, threading.Event()
+        tasks = self.send(kind.value, here, self._make_receiver(kind, take, over))
         self.wait_for(tasks, enough, QUICK_GRACE if quick else None)
+        self._end_exchange(over)
         for name, task in sorted(tasks.items()):
             if not task.get_prop(REPLIED) and not self.aborted:
                 self._refuse(name, "no answer in time; the round goes on without it")
@@ -183,10 +184,12 @@ class FlareTransport:
 
     def begin(self, kind: Kind, messages: Mapping[str, Asked | None], take: Take) -> Callable[[], None]:
         """See Transport. When the returned function is called, it waits, and then cancels tasks without a reply."""
-        sent = self.send(kind.value, self._encode_messages(kind, messages), self._make_receiver(kind, take))
+        over = threading.Event()
+        sent = self.send(kind.value, self._encode_messages(kind, messages), self._make_receiver(kind, take, over))
 
         def end() -> None:
             self.wait_for(sent, lambda: True)
+            self._end_exchange(over)
             for task in sent.values():
                 self.cancel(task)
             self._stop_if_aborted()
@@ -212,15 +215,22 @@ class FlareTransport:
                 found[name] = wire.encode_dict(kind.value, {"run": run, "question": message})
         return found
 
-    def _make_receiver(self, kind: Kind, take: Take) -> OnResult:
+    def _make_receiver(self, kind: Kind, take: Take, over: threading.Event) -> OnResult:
         def receive(name: str, result: Shareable) -> None:
             answer = result.get(kind.value) if kind in (Kind.STATISTICS, Kind.MASKS) else wire.decode(result)[0]
             with self._taking:
+                if over.is_set():
+                    raise RefusedError("its answer came after the server had ended the exchange")
                 reason = take(name, answer)
             if reason:
                 self.controller.log_warning(self.fl_ctx, f"{name}: result refused: {reason}")
 
         return receive
+
+    def _end_exchange(self, over: threading.Event) -> None:
+        """Wait until FLARE's thread has handed over an answer that it is handing over now. Later answers are refused."""
+        with self._taking:
+            over.set()
 
     # tasks -------------------------------------------------------------------------------------------------------------
 
@@ -245,7 +255,8 @@ class FlareTransport:
             if reason is not None:
                 self._refuse(name, reason, joining=task_name in (wire.HELLO, wire.STATISTICS))
 
-        timeout, revoked = int(self.coordinator.job.config.federation.round_timeout), self._revoked()
+        # FLARE takes whole seconds, and 0 for no limit
+        timeout, revoked = math.ceil(self.coordinator.job.config.federation.round_timeout), self._revoked()
         wanted = {name: message for name, message in messages.items() if name not in revoked}
         tasks = {name: Task(task_name, one, timeout=timeout, result_received_cb=received) for name, one in wanted.items()}
         for name, task in tasks.items():
