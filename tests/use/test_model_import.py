@@ -385,6 +385,9 @@ def test_damaged_and_several_gguf_files(tmp_path: Path) -> None:
         (tmp_path / "cut.gguf").write_bytes(whole[:cut])
         with pytest.raises(CheckpointError, match=r"cut\.gguf: .*(read|fetch)"):
             import_model(tmp_path / "cut.gguf", tmp_path / "made")
+    (tmp_path / "cut.gguf").write_bytes(whole[:-4])
+    with pytest.raises(CheckpointError, match=rf"cut short: it has {len(whole) - 4:,} of at least {len(whole):,} bytes; fetch"):
+        import_model(tmp_path / "cut.gguf", tmp_path / "made")
     with pytest.raises(ConfigError, match=r"holds 2 GGUF files .* name one of them"):
         import_model(tmp_path, tmp_path / "made")
     with pytest.raises(ConfigError, match="is there"):
