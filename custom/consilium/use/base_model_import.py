@@ -9,6 +9,7 @@ import math
 import re
 import shutil
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -330,7 +331,9 @@ def merge_adapter(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
     try:
         tensors = load_file(path)
         _check_rank(kept, tensors, where)
-        adapted = get_peft_model(model, LoraConfig(**kept))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT reads an attribute that transformers has renamed
+            adapted = get_peft_model(model, LoraConfig(**kept))
     except (SafetensorError, OSError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"{where}: does not belong to this base ({shorten_error(error)}); name the base it was trained on"
