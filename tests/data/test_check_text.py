@@ -1,10 +1,17 @@
 """`data check` on instruction data: counts, empty answers, lengths in tokens, leaks between splits."""
 
+import re
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from consilium.core.errors import UnfitError
 from consilium.data.check import check_texts
+from consilium.data.text import read_texts
 from consilium.models.causal_lm.network import load_tokenizer
 from consilium.tasks.language import LanguageConfig
+from consilium.tasks.language.task import LanguageTask
 from consilium.tasks.language.tokens import Encoder
 from consilium.tasks.registry import TASKS
 from tests.data.writing import write
@@ -21,6 +28,51 @@ def test_problems_and_warnings_are_counted_and_named(tmp_path: Path) -> None:
     assert found["warnings"]["prompt more than once in a split"]["first"] == ["training: 1 of 3"]
     assert found["warnings"]["empty split"]["first"] == ["validation"]
     assert found["sizes"] == {}
+
+
+def test_every_unusable_record_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "training.jsonl", {"question": "a", "answer": "b"}, {"question": "a"}, {"question": "c", "answer": ""})
+    found = check_texts(tmp_path).to_dict()
+    assert found["problems"]["unusable record"]["first"] == [
+        'training.jsonl:2: needs a "answer"; write the answer there',
+        "training.jsonl:3: answer: an empty answer; write its words, or leave the record out",
+    ]
+    assert found["verdict"] == ["training would stop at these problems: unusable record; fix them first"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "records", "told"),
+    [
+        (
+            {"evaluate": "options"},
+            [{"answer": "C", "labels": ["A", "B"]}],
+            "test.jsonl:1: output has none of the labels (A, B)",
+        ),
+        ({"evaluate": "exact"}, [{"answer": "none"}], "test.jsonl:1: has no final answer; add final_answer"),
+        ({"learn": "preference"}, [{"answer": "a"}], "test.jsonl:1: a record without a rejected answer"),
+        ({}, [{"chosen": "a", "rejected": "b"}], "test.jsonl:1: a record with a rejected answer"),
+    ],
+)
+def test_a_record_that_training_refuses_is_a_problem(
+    settings: dict[str, str], records: list[dict[str, Any]], told: str, tmp_path: Path
+) -> None:
+    """The check finds what the task refuses, in the same words."""
+    asked = "prompt" if "rejected" in records[0] else "question"
+    write(tmp_path, "training.jsonl")
+    write(tmp_path, "test.jsonl", *({asked: "a?"} | record for record in records))
+    check, tokenizer = TASKS["language"].check, load_tokenizer("tiny", None)
+    assert check is not None
+    config = LanguageConfig.model_validate({"name": "language"} | settings)
+    (line,) = check(tmp_path, config, tokenizer, 64).problems["refused by the job"]
+    assert line.startswith(told)
+    with pytest.raises(UnfitError, match=re.escape(f"{tmp_path}: {line}")):
+        LanguageTask(read_texts(tmp_path), tokenizer, 64, config)
+
+
+def test_the_length_of_a_preference_record_is_that_of_its_longer_answer(tmp_path: Path) -> None:
+    write(tmp_path, "training.jsonl", {"prompt": "a", "chosen": "b", "rejected": "word " * 100})
+    found = check_texts(tmp_path, Encoder(load_tokenizer("tiny", None), 64).full_length, 64).to_dict()
+    assert list(found["warnings"]) == ["empty split", "longer than 64 tokens"]
 
 
 def test_a_length_is_that_of_training_with_the_job_s_own_prompt(tmp_path: Path) -> None:

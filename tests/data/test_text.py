@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from consilium.config.site import Given, find_site, is_site_folder
-from consilium.core.errors import DataError
+from consilium.core.errors import ConfigError, DataError
 from consilium.data.check import check_texts
 from consilium.data.text import read_records, read_texts
+from consilium.federation.site_names import site_names
 from consilium.tasks.language.answers import canonical_answer
 from tests.data.writing import write
 
@@ -61,6 +62,9 @@ def test_line_separators_inside_a_text_do_not_split_a_record(tmp_path: Path) -> 
         ({"input": "a", "output": None}, r'training\.jsonl:2: needs an "output"; write its answer there'),
         ({"input": "a", "outputs": []}, r'training\.jsonl:2: needs an "output"; write its answer there'),
         ({"input": None, "output": "a"}, r'training\.jsonl:2: has neither "instruction" nor "input"'),
+        ({"Question": "a", "Answer": "b"}, r"training\.jsonl:2: 'Answer' is not read; write 'answer', or leave it out"),
+        ({"Text": "a", "Label": "b"}, r"training\.jsonl:2: 'Label' is not read; write 'label', or leave it out"),
+        ('[{"input": "a", "output": "b"}]', r"training\.jsonl:2: expected a record in braces, found list; write one record"),
         ({"input": 3, "output": "a"}, r"training\.jsonl:2: input: 3 is not a text; write it in quotes"),
         ({"instruction": ["a"], "output": "a"}, r"training\.jsonl:2: instruction: \['a'\] is not a text; write it in quotes"),
         ({"input": "a", "output": 5}, r"training\.jsonl:2: output: 5 is not a text; write it in quotes"),
@@ -90,8 +94,20 @@ def test_a_record_that_needs_no_answer_may_have_any(tmp_path: Path) -> None:
     lines = [{"input": "a"}, {"input": "a", "output": 5}, {"input": "a", "outputs": 5}, {"input": 5, "output": "a"}]
     write(tmp_path, "new.jsonl", *lines)
     bad = list[DataError]()
-    assert [one.outputs for one in read_records(tmp_path / "new.jsonl", bad)] == [("",)] * 3
+    assert [one.outputs for one in read_records(tmp_path / "new.jsonl", bad, needs_answer=False)] == [("",)] * 3
     assert [str(one) for one in bad] == [f"{tmp_path / 'new.jsonl'}:4: input: 5 is not a text; write it in quotes"]
+
+
+@pytest.mark.parametrize("name", ["training.jsonl.gz", "training.json", "train-00000-of-00001.parquet", "train.csv"])
+def test_a_training_file_of_another_format_is_named(name: str, tmp_path: Path) -> None:
+    """As the Hub ships them. The same is said of a folder of sites."""
+    (tmp_path / "ward").mkdir()
+    (tmp_path / "ward" / name).write_bytes(b"")
+    said = "is not read: write its records as training.jsonl, or"
+    with pytest.raises(DataError, match=f"holds no training.jsonl or train.jsonl; '{name}' {said} give a folder"):
+        read_texts(tmp_path / "ward")
+    with pytest.raises(ConfigError, match=f"training.jsonl, site.yaml or classes; 'ward/{name}' {said} `consilium data import"):
+        site_names("", tmp_path)
 
 
 def test_a_final_answer_may_be_a_number(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from rich.console import Console
 from consilium.core.messages import Stage
 from consilium.report.live_view import LiveView
 from consilium.report.tables import shorten_names
+from consilium.tasks.language import CUT, PER_TOKEN, LanguageConfig, scores
+from consilium.tasks.registry import COUNT, HIGH, LOW
 from consilium.tasks.segmentation import SCORES as DICE
 from tests.report.closing import result_table
 
@@ -32,6 +34,17 @@ def test_no_line_is_wider_and_all_numbers_are_there(width: int) -> None:
     assert "HD95" in text
     assert "personal" in text
     assert "site-1" in text
+
+
+def test_a_language_model_s_table_has_a_row_per_site_at_80_columns() -> None:
+    scored = {f"test/{stage}/loss{end}": 10.777 for stage in Stage for end in ("", LOW, HIGH)} | {
+        f"test/global/{name}": 47429.273 for name in (*PER_TOKEN, *CUT)
+    }
+    table = result_table({"a": scored | {f"test/global/{COUNT}": 3.0}}, "job", scores(LanguageConfig(name="language")), 80)
+    text = shown(table, 80)
+    (row,) = [line for line in text.splitlines() if line.startswith(" a ")]
+    assert row.split() == ["a", "3", "10.777", "10.777", "10.777", "47429.273", "47429.273"]
+    assert "no room here for: 95 %, Bits per token global, Cut prompts global" in text
 
 
 def test_names_are_whole_and_where_they_do_not_fit_each_cell_has_a_line() -> None:

@@ -177,6 +177,27 @@ def test_a_template_that_cannot_write_a_conversation_is_one_line(more: str) -> N
         encoder(template).encode_record(TWO)
 
 
+MARKED = (
+    "{% for m in messages %}<s>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "END</s>\n{% else %}{{ m.content }}</s>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+"""With marks around the words of an answer alone. END is written behind them."""
+
+
+def test_all_marked_parts_of_the_only_learned_answer_are_learned() -> None:
+    """Where a record learns its last answer only, and the template writes unmarked words between two parts of an answer."""
+    made = encoder(MARKED.replace("END</s>", " so {% generation %}END</s>{% endgeneration %}"))
+    assert learned(made, TWO) == "See a doctor.END</s>It needs a look too.END</s>"
+    assert learned(made, replace(TWO, learns_history=False)) == "It needs a look too.END</s>"
+
+
+def test_an_empty_answer_learns_its_end_where_marks_hold_nothing() -> None:
+    """Without a learned token its loss would be 0 / 0."""
+    made = encoder(MARKED.replace("END", ""))
+    assert learned(made, ONE) == "Yes. Call now."
+    assert learned(made, replace(ONE, outputs=("",))) == "</s>\n"
+
+
 def test_marks_around_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match="marks no word of an answer"):
         encoder(SMOLLM + "{% if false %}{% generation %}{% endgeneration %}{% endif %}").encode_record(ONE)

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -262,7 +263,9 @@ def test_an_adapter_is_merged_first(options: dict[str, Any], tmp_path: Path) -> 
     adapted = peft_folder(base, tmp_path / "adapter", **options)
     wanted = logits(adapted)
     assert (wanted - logits(build_causal_lm("folder", base))).abs().max() > 0.01
-    import_model(base, tmp_path / "made", tmp_path / "adapter")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a library's warning would be a line on the terminal
+        import_model(base, tmp_path / "made", tmp_path / "adapter")
     torch.testing.assert_close(logits(build_causal_lm("folder", tmp_path / "made")), wanted, rtol=1e-4, atol=1e-5)
     assert json.loads((tmp_path / "made" / PROVENANCE).read_text())["adapter"]["source"] == "adapter"
 
@@ -385,6 +388,9 @@ def test_damaged_and_several_gguf_files(tmp_path: Path) -> None:
         (tmp_path / "cut.gguf").write_bytes(whole[:cut])
         with pytest.raises(CheckpointError, match=r"cut\.gguf: .*(read|fetch)"):
             import_model(tmp_path / "cut.gguf", tmp_path / "made")
+    (tmp_path / "cut.gguf").write_bytes(whole[:-4])
+    with pytest.raises(CheckpointError, match=rf"cut short: it has {len(whole) - 4:,} of at least {len(whole):,} bytes; fetch"):
+        import_model(tmp_path / "cut.gguf", tmp_path / "made")
     with pytest.raises(ConfigError, match=r"holds 2 GGUF files .* name one of them"):
         import_model(tmp_path, tmp_path / "made")
     with pytest.raises(ConfigError, match="is there"):

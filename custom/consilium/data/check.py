@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from consilium.core.errors import DataError
+from consilium.core.errors import DataError, UnfitError
 from consilium.core.grouping import group_by_key
 from consilium.data.check_report import PATIENT, Findings, Trace
 from consilium.data.check_samples import Classes, SampleReport, check_sample, map_by_file
@@ -105,15 +105,20 @@ def check_texts(
     length_of: Callable[[Text], int] | None = None,
     max_length: int = 0,
     class_of: Callable[[Text], int] | None = None,
+    check_fit: Callable[[Text, str], object] | None = None,
 ) -> Findings:
     """Read every record of a text data set and return the findings.
 
     `length_of`: returns a record's length in the job's tokens; lengths over `max_length` are then reported. `class_of`: raises
-    DataError for a record whose class the job does not have. A prompt or a patient in two splits is a problem, because it leaks
-    the test split into training. Raises DataError if a file cannot be read.
+    DataError for a record whose class the job does not have. `check_fit`: raises UnfitError for a record that the job refuses
+    in its split. A prompt or a patient in two splits is a problem, because it leaks the test split into training. Raises
+    DataError if a file cannot be read.
     """
-    data = read_texts(path)
+    bad = list[DataError]()
+    data = read_texts(path, bad=bad)
     report = Findings.of(path, data)
+    for error in bad:
+        report.add_problem("unusable record", str(error).removeprefix(f"{data.path}/"))
     for split, text in [(name, text) for name in SPLITS for text in data.splits[name]]:
         if not all(output.strip() for output in text.outputs):
             report.add_problem("empty answer", text.name)
@@ -123,6 +128,12 @@ def check_texts(
                 class_of(text)
             except DataError as error:
                 report.add_problem("no class of the job", str(error))
+        if check_fit is not None:
+            try:
+                check_fit(text, split)
+            except UnfitError as error:
+                report.add_problem("refused by the job", str(error))
+                continue
         if length_of is not None:
             length = length_of(text)
             report.lengths[length] += 1

@@ -14,6 +14,7 @@ Optional keys are "outputs", a list of references instead of "output"; "final_an
 refused (MEANINGS); others are ignored.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from consilium.core.errors import DataError
+from consilium.core.sanitize import shown
 from consilium.core.schema import MOST_CLASSES
 from consilium.data.datalist import SPLITS, DataList, read_datalist
 from consilium.data.patients import pseudonym, read_identifier
@@ -116,6 +118,16 @@ def has_texts(folder: Path) -> bool:
     return any((folder / name).is_file() for name in FILES["training"])
 
 
+def other_formats(folder: Path) -> str:
+    """Return the start of a remedy that names a training file of another format, as training.parquet; "" if there is none.
+
+    The file is in the folder, or in one of its subfolders.
+    """
+    paths = sorted(path for pattern in ("[!.]*", "[!.]*/[!.]*") for path in folder.glob(pattern) if path.is_file())
+    found = next((path for path in paths if re.match(r"train(ing)?\b", path.name) and path.name not in FILES["training"]), None)
+    return f"{shown(found.relative_to(folder), 120)!r} is not read: write its records as training.jsonl, or " if found else ""
+
+
 def split_files(folder: Path) -> dict[str, Path]:
     """Return the file of each split in a folder of instruction data, without splits that have none."""
     there = ((split, folder / name) for split, names in FILES.items() for name in reversed(names))
@@ -127,16 +139,18 @@ def read_site_list(path: Path) -> DataList:
     return read_texts(path) if has_texts(path) or path.suffix == ".jsonl" else read_datalist(path, None)
 
 
-def read_texts(path: Path, require_pictures: bool = False) -> DataList:
+def read_texts(path: Path, require_pictures: bool = False, bad: list[DataError] | None = None) -> DataList:
     """Read a site's instruction data: a folder, or its training file. Raises DataError with the file, line and remedy.
 
     `require_pictures`: every record must have a picture. Texts that lie beside a list of pictures are not read: a site
-    that names the list does not offer them, and sets no privacy budget for them.
+    that names the list does not offer them, and sets no privacy budget for them. `bad`: see `read_records`.
     """
     folder = path.parent if path.name in FILES["training"] and path.is_file() else path
     if not has_texts(folder):
-        raise DataError(f"{path}: holds no training.jsonl or train.jsonl; give a folder with one record a line in it")
-    records = {split: tuple(read_records(path, None, require_pictures)) for split, path in split_files(folder).items()}
+        raise DataError(
+            f"{path}: holds no training.jsonl or train.jsonl; {other_formats(folder)}give a folder with one record a line in it"
+        )
+    records = {split: tuple(read_records(path, bad, require_pictures)) for split, path in split_files(folder).items()}
     return DataList(folder, {split: records.get(split, ()) for split in SPLITS})
 
 
@@ -150,11 +164,12 @@ def record_lines(path: Path) -> Iterator[tuple[int, str]]:
             yield number, line
 
 
-def read_records(path: Path, bad: list[DataError] | None, require_pictures: bool = False) -> Iterator[Text]:
+def read_records(
+    path: Path, bad: list[DataError] | None, require_pictures: bool = False, needs_answer: bool = True
+) -> Iterator[Text]:
     """Yield the records of a file. Raises DataError for an unusable line, or adds the error to `bad` and goes on.
 
-    With `bad`, records need no answer. With `require_pictures`, every record needs a picture, whose relative path starts at
-    the file's folder.
+    With `require_pictures`, every record needs a picture, whose relative path starts at the file's folder.
     """
     first = None
     for number, line in record_lines(path):
@@ -162,7 +177,7 @@ def read_records(path: Path, bad: list[DataError] | None, require_pictures: bool
         try:
             check_line(where, line)
             raw = parse_json(where, line, "write one record a line")
-            record, form = _parse_record(where, f"{path.name}:{number}", raw, needs_answer=bad is None)
+            record, form = _parse_record(where, f"{path.name}:{number}", raw, needs_answer)
             first = first or (form, number)
             if form != first[0]:
                 raise DataError(
@@ -182,7 +197,9 @@ def read_records(path: Path, bad: list[DataError] | None, require_pictures: bool
 
 def _parse_record(where: str, name: str, read: Any, needs_answer: bool) -> tuple[Text, str]:
     """Return a line's record and its form. `needs_answer`: the record needs an answer. A null value counts as absent."""
-    raw = {key: value for key, value in read.items() if value is not None} if isinstance(read, dict) else {}
+    if not isinstance(read, dict):
+        raise DataError(f"{where}: expected a record in braces, found {type(read).__name__}; write one record a line")
+    raw = {key: value for key, value in read.items() if value is not None}
     form = _form_of(where, raw)
     # the texts and the answer are checked below; `outputs` is empty without an answer
     if not form:
@@ -200,7 +217,7 @@ def _parse_record(where: str, name: str, read: Any, needs_answer: bool) -> tuple
         answer = str(answer) if form == "text" and type(answer) is int else answer
         text = Text("", raw.get(question, ""), "", () if answer is None else (answer,), system=raw.get("system", ""))
     if not (form and (text.instruction or text.input)):
-        if form in ("", "text") and isinstance(read, dict) and "text" in read:
+        if form in ("", "text") and "text" in read:
             raise DataError(f"{where}: text: an empty text; write its words, or leave the record out")
         raise DataError(
             f'{where}: has neither "instruction" nor "input"; write {{"instruction": ..., "input": ..., "output": ...}}, '
@@ -230,7 +247,8 @@ def _form_of(where: str, raw: Mapping[str, Any]) -> str:
     if len(forms) > 1:
         pair = " and ".join(repr(next(key for key in FORMS[name] if key in own)) for name in forms[:2])
         raise DataError(f"{where}: has {pair}, keys of two forms; leave one of them out")
-    if forms and (bad := sorted(key for key in present - KEYS if key.strip().lower() in KEYS)):
+    known = KEYS if forms else KEYS.union(FORMS["text"])
+    if bad := sorted(key for key in present - known if key.strip().lower() in known):
         raise DataError(f"{where}: {bad[0][:80]!r} is not read; write {bad[0].strip().lower()!r}, or leave it out")
     if bad := sorted(MEANINGS & present):
         raise DataError(
@@ -311,6 +329,11 @@ def _read_messages(where: str, key: str, value: Any) -> list[tuple[str, str]]:
         text = one.get(names[1])  # vision-language records have a list of parts; it may hold texts only
         if isinstance(text, list) and text and all(isinstance(part, dict) and part.get("type") == "text" for part in text):
             text = "".join(part["text"] if isinstance(part.get("text"), str) else "" for part in text)
+        if isinstance(text, list):
+            raise DataError(
+                f"{place}: {names[1]}: {repr(text)[:80]} is not a text and has other parts; write a text, and a "
+                "picture's path as the record's \"image\" for the task report"
+            )
         if not isinstance(text, str):
             raise DataError(f"{place}: {names[1]}: {repr(text)[:80]} is not a text; write it in quotes")
         if role != "system" and not text.strip():

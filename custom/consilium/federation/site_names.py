@@ -13,6 +13,7 @@ from consilium.core.sanitize import first_names_text, shown
 from consilium.core.storage import read_json
 from consilium.data.fingerprint import fingerprint
 from consilium.data.folders import VALID, import_command, valid_site_names
+from consilium.data.text import other_formats
 
 MOST_SITES = 10_000
 RESERVED = ("server", "centralized")
@@ -31,8 +32,8 @@ def site_names(sites: str, data: Path | None) -> list[str]:
         found = [p.name for p in data.iterdir() if p.is_dir() and is_site_folder(p)]
         if not found:
             raise ConfigError(
-                f"--data: {data}: no folder in it has a datalist.json, site.yaml or classes; "
-                f"{import_command(data)} makes lists of pictures beside masks or tables"
+                f"--data: {data}: no folder in it has a datalist.json, training.jsonl, site.yaml or classes; "
+                f"{other_formats(data)}{import_command(data)} makes lists of pictures beside masks or tables"
             )
         there = sorted(valid_site_names(found, data, VALID).values())
     sites = sites.strip()

@@ -49,8 +49,10 @@ def results_table(
         key = MetricKey(split, stage, leading)
         wanted.append((key, f"{scores.heading(leading)} {stage}", 0))
         wanted.append((replace(key, metric=leading + LOW), INTERVAL, 1 if stage is Stage.GLOBAL else 2))
-    for metric in (one for one in scores.beside if one != leading):
-        wanted.append((MetricKey(split, Stage.GLOBAL, metric), f"{scores.heading(metric)} global", int("assd" in metric)))
+    beside = [MetricKey(split, Stage.GLOBAL, metric) for metric in scores.beside if metric != leading]
+    for place, key in enumerate(key for key in beside if str(key) in names):
+        rank = 1 if "assd" in key.metric else 2 * (place > 1)  # 80 columns hold two scores beside the leading one
+        wanted.append((key, f"{scores.heading(key.metric)} global", rank))
     there = [one for one in wanted if str(one[0]) in names]
     if not there:
         why = "nothing was scored" if refused or split else "no test or validation split: nothing was scored"

@@ -9,6 +9,7 @@ import math
 import re
 import shutil
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -212,12 +213,17 @@ def _gguf_header(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
     try:
         values, _ = read_gguf_metadata(str(path))
-        tensors = GgufHeader.from_file(str(path)).tensors
+        header = GgufHeader.from_file(str(path))
+        tensors = header.tensors
         types = Counter(str(GGMLQuantizationType(one.ggml_type).name) for one in tensors)
     except Exception as error:  # a truncated file can fail anywhere
         raise CheckpointError(
-            f"SOURCE: {path}: no GGUF file that can be read ({shorten_error(error)}); fetch it again"
+            f"SOURCE: {path}: no GGUF file that can be read ({shorten_error(error)}); fetch it again, or a file with weights "
+            "of kind Q8_0"
         ) from None
+    needed, there = header.data_start + max((one.offset + one.nbytes for one in tensors), default=0), path.stat().st_size
+    if there < needed:
+        raise CheckpointError(f"SOURCE: {path}: cut short: it has {there:,} of at least {needed:,} bytes; fetch it again")
     named = {
         key: str(values[f"general.{key}"])[:200] for key in ("name", "organization", "basename") if f"general.{key}" in values
     }
@@ -325,7 +331,9 @@ def merge_adapter(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
     try:
         tensors = load_file(path)
         _check_rank(kept, tensors, where)
-        adapted = get_peft_model(model, LoraConfig(**kept))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT reads an attribute that transformers has renamed
+            adapted = get_peft_model(model, LoraConfig(**kept))
     except (SafetensorError, OSError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"{where}: does not belong to this base ({shorten_error(error)}); name the base it was trained on"

@@ -150,7 +150,7 @@ Answer = dict[str, Any] | DataError
 def answers(opened: TrainedModel, one: Input, batch_size: int) -> Iterator[Answer]:
     """Yield the answers to a file's records in order, then the errors of its unusable lines. Raises DataError for the file."""
     bad = list[DataError]()
-    texts = list(read_records(one.path, bad, require_pictures=opened.config.model.image_side > 0))
+    texts = list(read_records(one.path, bad, opened.config.model.image_side > 0, needs_answer=False))
     yield from _answer_records(opened, one.path, texts, batch_size)
     yield from bad
 

@@ -1,7 +1,8 @@
 """The language task (answers to instructions): settings, metric names and registration."""
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -180,6 +181,7 @@ def scores(config: LanguageConfig) -> Scores:
 
 _TASK = "consilium.tasks.language.task"
 _check_texts = lazy("consilium.data.check:check_texts")
+_check_fit = lazy(f"{_TASK}:check_fit")
 _encoder = lazy("consilium.tasks.language.tokens:Encoder")
 
 
@@ -190,9 +192,11 @@ def _check(
 
     `prepare_list` is not used: a site's `labels` do not apply to texts.
     """
-    known = (_encoder(tokenizer, input_size, config.prompt).full_length, input_size) if config is not None else ()
-    found: Findings = _check_texts(path, *known)
-    return found
+    if config is None:
+        return cast(Findings, _check_texts(path))
+    encoder = _encoder(tokenizer, input_size, config.prompt)
+    fit = partial(_check_fit, config=config, encoder=encoder)
+    return cast(Findings, _check_texts(path, encoder.full_length, input_size, check_fit=fit))
 
 
 LANGUAGE = TaskKind(

@@ -76,6 +76,9 @@ class Prompt:
         turns = [*self._earlier_turns(text), question, {"role": "assistant", "content": text.outputs[0].strip()}]
         if self.has_generation_marks:
             said, spans = self._render_record(turns, asks=False, marks=True)
+            if not text.learns_history:  # one answer may have several marked parts
+                earlier = len(self._render_record(turns[:-1], marks=True)[1])
+                spans = spans[min(earlier, len(spans) - 1) :] if spans else spans
             parts, at = list[tuple[str, bool]](), 0
             for begin, end in spans:
                 if begin > at or not parts:
@@ -88,7 +91,7 @@ class Prompt:
             parts = self._parts_by_placeholders(turns)
         if not any(learned for _, learned in parts):
             raise _chat_error("the tokenizer's template marks no word of an answer as generated")
-        if not text.learns_history:
+        if not text.learns_history and not self.has_generation_marks:
             last = max(at for at, (_, learned) in enumerate(parts) if learned)
             parts = [(part, learned and at == last) for at, (part, learned) in enumerate(parts)]
         return parts

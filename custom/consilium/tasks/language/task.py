@@ -63,7 +63,7 @@ class LanguageTask:
     """
 
     def __init__(self, data: DataList, tokenizer: PreTrainedTokenizerBase, max_length: int, config: LanguageConfig) -> None:
-        self.config, self.kind = config, config.evaluate
+        self.config, self.kind, self.data = config, config.evaluate, data
         self._compares = config.learn == "preference"
         self.num_samples, self.ignores_unfit = len(data.splits["training"]), data.loading.ignore_unfit
         self.scored: UnitScores | None = None
@@ -111,18 +111,12 @@ class LanguageTask:
             return [self._encoder.encode_record(answer) for answer in (one, *worse)]
 
         try:
-            where = f"where task.learn is {self.config.learn}"
-            if self._compares and not text.rejected:
-                raise UnfitError(
-                    f"{text.name}: a record without a rejected answer, {where}; give each record chosen and rejected"
-                )
-            if text.rejected and not self._compares:
-                raise UnfitError(
-                    f"{text.name}: a record with a rejected answer, {where}; use learn: preference, or write one answer per "
-                    "record"
-                )
+            check_kind(text, self.config)
             return text, *encoded(text)
-        except (UnfitError, CheckpointError):
+        except UnfitError as error:
+            if not self.ignores_unfit:
+                raise UnfitError(f"{self.data.path}: {error}") from None
+        except CheckpointError:
             if not self.ignores_unfit:
                 raise
         empty = replace(text, instruction="", input="", outputs=("",), final_answer=None, rejected="", history=(), system="")
@@ -315,18 +309,41 @@ class LanguageTask:
     def _right_answers(self, text: Text) -> frozenset[str]:
         """Return a record's right answers, see `right_answers`; none for an unfit record where unfit samples are ignored."""
         try:
-            found = right_answers(text, self.config)
-            for one in (text.labels or self.config.labels) if self.kind == "options" else ():
-                if not 0 < len(self._encoder.option(one)) <= self._encoder.max_length // 2:
-                    raise UnfitError(
-                        f"{text.name}: the option {one[:60]!r} has no token, or more than half of model.max_length; mend it, "
-                        "or raise model.max_length"
-                    )
-            return found
+            return find_right_answers(text, self.config, self._encoder)
         except UnfitError as error:
             if self.ignores_unfit:
                 return frozenset()
             raise UnfitError(f"{self.data.path}: {error}") from None
+
+
+def check_fit(text: Text, split: str, config: LanguageConfig, encoder: Encoder) -> None:
+    """Raise UnfitError for a record that the task refuses in this split, except for its length."""
+    check_kind(text, config)
+    if split != "training":
+        find_right_answers(text, config, encoder)
+
+
+def check_kind(text: Text, config: LanguageConfig) -> None:
+    """Raise UnfitError for a record with one answer where a preference is learned, and for a record with two elsewhere."""
+    where = f"where task.learn is {config.learn}"
+    if config.learn == "preference" and not text.rejected:
+        raise UnfitError(f"{text.name}: a record without a rejected answer, {where}; give each record chosen and rejected")
+    if text.rejected and config.learn != "preference":
+        raise UnfitError(
+            f"{text.name}: a record with a rejected answer, {where}; use learn: preference, or write one answer per record"
+        )
+
+
+def find_right_answers(text: Text, config: LanguageConfig, encoder: Encoder) -> frozenset[str]:
+    """Return a record's right answers, see `right_answers`. Raises UnfitError, also for an option without usable tokens."""
+    found = right_answers(text, config)
+    for one in (text.labels or config.labels) if config.evaluate == "options" else ():
+        if not 0 < len(encoder.option(one)) <= encoder.max_length // 2:
+            raise UnfitError(
+                f"{text.name}: the option {one[:60]!r} has no token, or more than half of model.max_length; mend it, or raise "
+                "model.max_length"
+            )
+    return found
 
 
 def _count_shortened(pairs: Sequence[Encoded]) -> tuple[int, int]:

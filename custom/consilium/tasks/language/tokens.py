@@ -105,7 +105,9 @@ class Encoder:
         """
         if self.by_turns and self._prompt.form == "chat" and (text.history or self._prompt.has_generation_marks):
             found = self._encode_conversation(text)
-            if len(found.ids) <= self.max_length:
+            # an empty answer may have no token between the marks; below, its end is learned
+            learns = text.history or any(label != IGNORED for label in found.labels)
+            if learns and len(found.ids) <= self.max_length:
                 return found
             if text.history:
                 raise UnfitError(
@@ -119,7 +121,13 @@ class Encoder:
         return Encoded(prompt + kept, unlearned + kept, cut, len(kept) < len(answer))
 
     def full_length(self, text: Text) -> int:
-        """Return the number of tokens of a record with its first reference, before shortening."""
+        """Return the number of tokens of a record with its first reference, before shortening.
+
+        Of a preference record, that of the longer answer.
+        """
+        if text.rejected:
+            worse = self.full_length(replace(text, outputs=(text.rejected,), rejected=""))
+            return max(worse, self.full_length(replace(text, rejected="")))
         if text.history and self._prompt.form == "chat":
             return len(self._encode_conversation(text).ids)
         return len(self.prompt(text, WHOLE)[0]) + len(self.answer(text))
