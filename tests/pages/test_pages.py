@@ -40,7 +40,6 @@ NOT_RUN = {
         "consilium data import own",
         "consilium data import csv",
         "consilium data import fundus",
-        "consilium data import pannuke",
     ],
     "custom/consilium/privacy/secure-aggregation.md": ["consilium privacy sums KIT"],
     "custom/README.md": ["ruff check .", "python -m build"],
