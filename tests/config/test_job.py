@@ -175,6 +175,7 @@ def test_what_does_nothing_is_refused_in_an_authors_file_and_read_in_a_finished_
         ({"name": "fediat", "sor_wight": 1}, r"strategy\.sor_wight: unknown field; write strategy\.sor_weight instead$"),
         ({"name": "fediat", "ema": 1.0}, r"strategy\.ema: 1\.0: expected less than 1"),
         ({"name": "fedit", "sharing": "M1"}, r"strategy\.sharing: unknown field; remove it$"),
+        ({"name": "fedprox", "rate": 2}, r"strategy\.rate: unknown field; remove it$"),  # not: write strategy instead
         ({"name": "fedit", "sor_wight": 1}, r"strategy\.sor_wight: unknown field; remove it$"),
     ],
 )

@@ -40,11 +40,10 @@ NOT_RUN = {
         "consilium data import own",
         "consilium data import csv",
         "consilium data import fundus",
-        "consilium data import pannuke",
     ],
     "custom/consilium/privacy/secure-aggregation.md": ["consilium privacy sums KIT"],
     "custom/README.md": ["ruff check .", "python -m build"],
-    "custom/recipes.md": ["pip install ./my-algorithms"],
+    "custom/recipes.md": ["pip install -e ./my-algorithms"],
     "custom/consilium/use/README.md": ["consilium submit", "lm_eval run"],
     "provisioning/README.md": ["consilium poc jobs/quickstart_cells", "consilium allow /tmp/nvflare"],
     "provisioning/engineer.md": [

@@ -208,13 +208,21 @@ def add(folder: Path, package: str, code: str, name: str, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(folder / "packages")
 
 
-def test_a_package_cannot_take_a_name_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_cannot_take_a_name_of_ours_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     add(tmp_path, "plugin_thief", TWIN % "fedit", "fedit", monkeypatch)
+    for plugins in (frozenset(), frozenset({"plugin-other"})):
+        assert load_job(job_file(tmp_path, "fedit"), plugins=plugins).packages == {}
+    assert caplog.messages == []
     config = job_of(tmp_path, "fedit")
     assert type(config.strategy) is FedIT
     assert config.packages == {}
     assert "plugin_thief" not in sys.modules
     assert STRATEGIES.known_names(None).count("fedit") == 1
+    job_of(tmp_path, "fedit")
+    said = "strategy 'fedit': the built-in one is used, not that of package plugin_thief; rename that one"
+    assert caplog.messages == [said]  # once per process
 
 
 def test_two_packages_with_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

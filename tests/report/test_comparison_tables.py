@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from consilium.core.messages import Stage
 from consilium.report.compare.comparability import MissingRun, group_comparable
@@ -30,7 +31,7 @@ from consilium.report.compare.tables import (
     scores_table,
 )
 from consilium.report.run_record import read_finished_run
-from consilium.report.tables import latex_text
+from consilium.report.tables import latex_text, markdown_text, terminal_table
 from tests.conftest import small_cells
 from tests.report.runs import PRIVATE, accuracy, change, group_of, made, make, note_in, noted, read, study_runs
 
@@ -73,7 +74,15 @@ def test_methods_with_unequal_steps_are_named_with_the_rounds_that_make_them_equ
     costs = cost_table(group)
     assert [row[[one.heading for one in costs.columns].index("steps")] for row in costs.rows] == ["4", "8"]
     said = "the methods do not make the same number of steps at a site: fedit 4, deer 8"
-    assert costs.notes[-2:] == [said, "for equal steps set training.rounds: fedit: 4"]
+    advice = "for equal steps set training.rounds: fedit: 4"
+    assert (costs.notes[-1], costs.advice) == (said, [advice])
+    console = Console(file=io.StringIO(), width=120)
+    console.print(terminal_table(costs, 120))
+    assert advice in console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"{advice}." in markdown_text([costs])
+    tex = latex_text([costs]).splitlines()
+    assert [line for line in tex if advice in line] == [f"% Costs: {advice}"]
+    assert [said[1:] in line for line in tex if line.startswith(r"\caption")] == [True]
     assert said in comparison_tables([group], Stage.GLOBAL)[0].notes
     assert group.runs["deer", "0"].steps == [0.0, 4.0, 8.0]
     alone = cost_table(group_of(folders[0])).notes
@@ -210,7 +219,7 @@ def test_of_many_sites_the_worst_the_middle_and_the_best_have_a_column(tmp_path:
     assert [c.heading for c in sheet.columns][2:6] == ["worst site", "median site", "best site", "mean"]
     assert [first[name].split()[0] for name in ("worst site", "median site", "best site")] == ["0.200", "0.300", "0.400"]
     assert {sheet.columns[c].heading for r, c in sheet.best if r == 2} >= {"worst site"}
-    assert any("too many sites" in note for note in sheet.notes)
+    assert any("too many sites" in line for line in sheet.advice)
     assert len(records([table.group])) >= 2 * 2 * 21
 
 
@@ -277,11 +286,10 @@ def test_pooled_data_that_see_less_than_all_sites_are_told_of(tmp_path: Path) ->
         return make(tmp_path / name, {"s0": 0.5, "s1": 0.7}, strategy, training=whole)
 
     together = run("a", "fedit", local_steps=5)
-    said = (
-        "centralized: pooled data train 5 steps of batch 4 a round, the sites together 10 steps of batch 4: no upper bound; "
-        "set training.local_steps to the sites' sum"
-    )
-    assert said in cost_table(group_of(together, run("b", "centralized", local_steps=5))).notes
+    said = "centralized: pooled data train 5 steps of batch 4 a round, the sites together 10 steps of batch 4: no upper bound"
+    costs = cost_table(group_of(together, run("b", "centralized", local_steps=5)))
+    assert said in costs.notes
+    assert costs.advice == ["set training.local_steps of pooled data to the sites' sum"]
     for name, training in {"c": {"local_steps": 10}, "d": {"local_steps": 5, "batch_size": 8}, "e": {}}.items():
         notes = cost_table(group_of(together, run(name, "centralized", **training))).notes
         assert not any("no upper bound" in note for note in notes), name

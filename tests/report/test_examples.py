@@ -11,7 +11,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from consilium.core.messages import Stage
 from consilium.report.compare.comparability import group_comparable
-from consilium.report.compare.figures import draw_examples
+from consilium.report.compare.figures import draw, draw_examples
 from consilium.report.predictions import LAYOUT, write_predictions
 from consilium.report.run_record import read_finished_run
 from consilium.tasks.base import Classified, Segmented
@@ -34,7 +34,7 @@ def test_the_same_pictures_stand_side_by_side_and_others_are_refused(tmp_path: P
         write_predictions(folder / "sites" / "s0" / "predictions.png", said)
     files, notes = draw_examples(tmp_path / "out", group_of(*folders), Stage.GLOBAL, "")
     assert ([path.name for path in files], notes) == (["examples-s0.png"], [])
-    with Image.open(files[0]) as joined, Image.open(folders[1] / "sites/s0/predictions.png") as own:
+    with Image.open(next(iter(files))) as joined, Image.open(folders[1] / "sites/s0/predictions.png") as own:
         theirs = own.convert("RGB").crop(
             (16 + 3 * 312, 64, 16 + 3 * 312 + 300, 404)
         )  # fourth column: picture, reference, pretrained
@@ -44,10 +44,27 @@ def test_the_same_pictures_stand_side_by_side_and_others_are_refused(tmp_path: P
     write_predictions(
         folders[1] / "sites/s0/predictions.png", {Stage.GLOBAL: replace(masks(0), images=masks(0).images.flip(3))}
     )
-    assert draw_examples(tmp_path / "out", group_of(*folders), Stage.GLOBAL, "")[0] == []
+    assert draw_examples(tmp_path / "out", group_of(*folders), Stage.GLOBAL, "")[0] == {}
     assert draw_examples(tmp_path / "out", group_of(*folders), Stage.PERSONALIZED, "")[1] == [
         "no examples of s0: fewer than two methods have pictures of this model there"
     ]
+
+
+def test_a_caption_names_the_split_the_site_the_methods_and_the_seed(tmp_path: Path) -> None:
+    runs = []
+    for name in ("fedit", "ffa_lora"):
+        folder = make(tmp_path / name, {"Ward_b": 0.2}, name, seed=3)
+        write_predictions(folder / "sites/Ward_b/predictions.png", {Stage.PRETRAINED: masks(9), Stage.PERSONALIZED: masks(1)})
+        runs.append(read_finished_run(folder, name, {"method": f"our {name}"}))
+    (tmp_path / "out").mkdir()
+    draw(tmp_path / "out", group_comparable(runs)[0], Stage.PERSONALIZED)
+    lines = (tmp_path / "out/figures.tex").read_text().splitlines()
+    (line,) = [line for line in lines if "fig:examples-ward-b" in line]
+    said = (
+        r"% \caption{2 test pictures of Ward\_b: from left to right picture, reference, pretrained, and the predictions of the "
+        r"personalized models of our fedit, our ffa\_lora, seed 3. They are the first ones of "
+    )
+    assert line.startswith(said)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from consilium.config.site import Given
 from consilium.core.errors import ConfigError
@@ -18,8 +19,9 @@ from consilium.study.definition import load
 from consilium.study.preflight import Planned, Planner
 from consilium.study.records import CellRecord, cell_lock, current_record
 from consilium.study.runner import record_failure, run_cell, run_study, running_record
-from tests.conftest import run
+from tests.conftest import run, small_cells
 from tests.study.conftest import MakeStudy
+from tests.tasks.test_text_classification import job, reports, save_encoder
 
 
 def quiet(event: Mapping[str, Any]) -> None:
@@ -154,6 +156,41 @@ def test_wrong_data_are_told_before_anything_runs(study_file: MakeStudy, tmp_pat
         planned(path, tmp_path / "w", tmp_path / "data")
     with pytest.raises(ConfigError, match="all cells: site-1: no data list"):
         planned(path, tmp_path / "w")
+
+
+@pytest.mark.parametrize(
+    ("classes", "message"),
+    [
+        ({"name": "segmentation", "classes": {"disc": [7]}}, r"^method=wrong: .*label value.*belongs to no class"),
+        ({"name": "classification", "classes": ["round", "cube"]}, r"^method=wrong: .*is not a class of the task"),
+    ],
+)
+def test_wrong_classes_are_found_before_the_first_cell(
+    classes: dict[str, Any], message: str, study_file: MakeStudy, tmp_path: Path
+) -> None:
+    pictures = classes["name"] == "segmentation"
+    base = {} if pictures else small_cells().model_dump(include={"model", "task"})
+    for site in ("a", "b"):
+        make_phantoms(tmp_path / "data" / site, "fundus" if pictures else "cells", site, 0, 6, 2, 2, 64, 0.5, 0.5)
+    path = study_file(set={"data": {}} | base, axes={"method": {"right": {}, "wrong": {"task": classes}}})
+    with pytest.raises(ConfigError, match=message):
+        planned(path, tmp_path / "w", tmp_path / "data")
+    private = {"privacy": {"unit": "record", "epsilon": 8.0, "delta": 1e-5, "clip": 1.0}}  # unfit samples are no error there
+    path = study_file(set={"data": {}} | base | private, axes={"method": {"wrong": {"task": classes}}})
+    assert len(planned(path, tmp_path / "w", tmp_path / "data")) == 1
+
+
+def test_wrong_classes_of_texts_are_found_before_the_first_cell(tmp_path: Path) -> None:
+    reports(tmp_path / "data" / "a")
+    config = job(save_encoder(tmp_path / "base")).model_dump(mode="json")
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(config))
+    path = tmp_path / "study.yaml"
+    study = {"about": "a test", "base": "job.yaml", "axes": {"seed": {"training.seed": [0]}}}
+    path.write_text(yaml.safe_dump(study))
+    assert len(planned(path, tmp_path / "w", tmp_path / "data")) == 1
+    path.write_text(yaml.safe_dump(study | {"set": {"task.classes": ["effusion", "normal"]}}))
+    with pytest.raises(ConfigError, match=r"label 'pneumonia' is not a class of the task; task.classes has effusion, normal"):
+        planned(path, tmp_path / "w", tmp_path / "data")
 
 
 def test_data_on_which_nothing_is_scored_are_refused_and_move_no_run(study_file: MakeStudy, tmp_path: Path) -> None:

@@ -140,6 +140,17 @@ def test_a_study_that_did_not_run_says_how_and_a_run_of_it_is_compared_by_its_va
     assert "one of: method=A, method=B" in capsys.readouterr().err
 
 
+def test_compare_without_the_option_of_a_size_names_it(
+    study_file: MakeStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = study_file(axes={"method": RATES}, small={"set": {"training.rounds": 2}})
+    done(load(path, "small").cells()[0], 0.5)
+    assert run(monkeypatch, "compare", path) == 2
+    assert capsys.readouterr().err.endswith("; for the runs of --small add --small\n")
+    assert run(monkeypatch, "compare", path, "--small") == 0
+
+
 PLUGIN = """from dataclasses import dataclass
 from typing import ClassVar
 from consilium.strategies.fedit import FedIT

@@ -22,7 +22,7 @@ from consilium.report.predictions import CASES
 from consilium.report.run_record import CELLS, RunRecord, cell_folder, read_finished_run, read_run
 from consilium.report.tables import latex_text, markdown_text, terminal_table
 from consilium.report.untrusted_files import subfolders
-from consilium.study.definition import Study, load
+from consilium.study.definition import Size, Study, load
 from consilium.study.records import current_record
 
 DRAW = "consilium.report.compare.figures:draw"
@@ -157,7 +157,9 @@ def _study_groups(study: Study, path: Path, workspace: Path | None) -> tuple[lis
         data = ["--data", "FOLDER"] if any(cell.load().data.phantoms is None for cell in study.cells()) else []
         command = study_command("study run", path, study.size, workspace, *data)
         place = study.workspace.absolute() / CELLS
-        raise ConfigError(f"{path}: in {place} (of --workspace) no cell is done; run it: {command}")
+        sizes = (f"--{size}" for size in get_args(Size) if size and Path(f"{study.workspace}-{size}", CELLS).is_dir())
+        other = "".join(f"; for the runs of {size} add {size}" for size in sizes if not (study.size or workspace))
+        raise ConfigError(f"{path}: in {place} (of --workspace) no cell is done; run it: {command}{other}")
     groups, why = group_comparable(found, absent)
     numbers = read_published(study.config.published, axes, study.config.floor)
     notes = [f"left out by the study: {' '.join(one[axis] for axis in axes)}: {reason}" for one, reason in study.excluded()]

@@ -305,7 +305,8 @@ def _meant_field(model: type[BaseModel], raw: Any, plugins: Any, fields: list[st
     elsewhere = [one for one in fields if one.rpartition(".")[2] == word]
     candidates = (elsewhere if len(elsewhere) == 1 else []) + [".".join([*section, name]) for name in close if name in own]
     candidates += [one for name in close for one in fields if one.rpartition(".")[2] == name]
-    for candidate in dict.fromkeys(candidates):
+    sections = {".".join(section[:depth]) for depth in range(1, len(place))}  # a field is never meant to be its own section
+    for candidate in (one for one in dict.fromkeys(candidates) if one not in sections):
         tried = copy.deepcopy(raw)
         *above, name = candidate.split(".")
         try:

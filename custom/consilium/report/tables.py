@@ -52,6 +52,7 @@ class Table:
 
     Title and notes are the sentences of LaTeX's caption. `best`: cells (row, column) in bold. `sums`: rows of means or sums.
     `appendix`: LaTeX puts the table into the appendix. `detail_notes`: take the place of `notes` at LaTeX's table of details.
+    `advice`: lines to the author, such as a setting to change. LaTeX has them as comments, outside the caption.
     """
 
     title: str
@@ -62,6 +63,7 @@ class Table:
     sums: Set[int] = frozenset()
     appendix: bool = False
     detail_notes: Sequence[str] = ()
+    advice: Sequence[str] = ()
 
 
 def columns(*headings: str) -> list[Column]:
@@ -111,7 +113,11 @@ def terminal_table(table: Table, width: int, elsewhere: str = "--format md has t
         keep, (grid, _) = most, _grid(Table("", [Column("", right=False)] * 2, pairs, best=names), (0, 1), True)
         grid.columns[1].min_width = None  # a word that is longer than a line is folded
     gone = [shown(one.heading) for one in table.columns if one.rank > keep]
-    notes = [*table.notes, *([f"no room here for: {', '.join(dict.fromkeys(gone))}; {elsewhere}"] if gone else [])]
+    notes = [
+        *table.notes,
+        *table.advice,
+        *([f"no room here for: {', '.join(dict.fromkeys(gone))}; {elsewhere}"] if gone else []),
+    ]
     title = [rich_line(table.title, "italic", 1000)] if table.title else []
     return Group(*title, grid, *(rich_line(note, "dim", limit=2000) for note in notes), Text(""))
 
@@ -172,7 +178,7 @@ def markdown_text(tables: Iterable[Table], notes: Sequence[str] = ()) -> str:
             "|" + "|".join("--:" if column.right else "---" for column in table.columns) + "|",
             *(line_of(row, {c for r, c in table.best if r == index}) for index, row in enumerate(table.rows)),
             "",
-            *(f"{markdown_cell(note, 2000)}.  " for note in table.notes),
+            *(f"{markdown_cell(note, 2000)}.  " for note in (*table.notes, *table.advice)),
             "",
         ]
     return "\n".join(parts).strip() + "\n"
@@ -227,8 +233,9 @@ def latex_text(tables: Iterable[Table], notes: Sequence[str] = ()) -> str:
     columns without values are left out. If a table is too wide, its texts are wrapped; if that is not enough, it is split into
     several tables. The first lines name the packages and the LaTeX engine that are needed.
     """
-    main, more, labels = list[str](), list[str](), Counter[str]()
+    main, more, labels, advice = list[str](), list[str](), Counter[str](), list[str]()
     for table in tables:
+        advice += [f"{table.title}: {line}" for line in table.advice]
         details = [i for i, column in enumerate(table.columns) if column.detail]
         empty = [i for i in range(1, len(table.columns)) if table.rows and all(row[i] in ("-", "") for row in table.rows)]
         rest = [i for i in range(1, len(table.columns)) if i not in (*details, *empty)]
@@ -256,7 +263,7 @@ def latex_text(tables: Iterable[Table], notes: Sequence[str] = ()) -> str:
         "% needs: booktabs, array, textcomp, fontenc with T1; no table is wider than a column of 3.2 or a page of 6.5 inches",
         *([f"% needs: XeLaTeX or LuaLaTeX in place of pdfLaTeX, and a font that has {left[:40]}"] if left else []),
     ]
-    return "\n".join([*needs, *(f"% {shown(note, 2000)}" for note in notes), *parts])
+    return "\n".join([*needs, *(f"% {shown(note, 2000)}" for note in (*notes, *advice)), *parts])
 
 
 def _pieces(table: Table, places: Sequence[int]) -> list[_Piece]:

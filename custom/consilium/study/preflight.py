@@ -5,6 +5,7 @@ The checks also compute digests of the data, by which a finished cell is recogni
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,13 +17,17 @@ from consilium.client.site_data import load_site_data
 from consilium.config.code_digest import strategy_code_digest
 from consilium.config.job import JobConfig
 from consilium.config.site import Given, SiteConfig, find_site
-from consilium.core.errors import ConfigError
+from consilium.core.errors import ConfigError, UnfitError
+from consilium.core.grouping import group_by_key
 from consilium.core.storage import file_hash, make_private_folder, write_atomic
+from consilium.data.datalist import DataList
+from consilium.data.volumes import drop_caches
 from consilium.estimates.compute import Samples, Work, flops_per_sample, generated_samples, run_flops
 from consilium.federation.job_assembly import assemble_job, checkpoint_of
 from consilium.federation.site_names import site_names
 from consilium.study.definition import Cell, GridErrors, Study
 from consilium.study.records import save_flops
+from consilium.tasks.registry import TASKS
 
 # data digest -----------------------------------------------------------------------------------------------------------
 # Digests of the sites' data and checkpoints by content, in any folder. A cell's results depend on them and on its job.
@@ -31,6 +36,8 @@ HASHES = "hashes.json"
 _PLACES = {"datalist", "datasets", "checkpoints", "state", "device", "threads", "workers", "cache"}
 """Settings of a site that never change results, such as paths and the number of threads."""
 
+MOST_MASKS = 3
+"""Images of a site's split whose masks are read before the first cell, at most."""
 _KNOWN = TypeAdapter(dict[str, str])
 
 
@@ -47,7 +54,8 @@ class DataDigests:
     def digest(self, config: JobConfig, sites: Mapping[str, SiteConfig]) -> str:
         """Return a digest of the sites' settings, data and checkpoints.
 
-        Raises ConsiliumError, also if all sites have data of their own and none has a sample to be scored on.
+        Raises ConsiliumError, also for labels of no class of the job, as far as `_check_some_labels` reads them, and if all
+        sites have data of their own and none has a sample to be scored on.
         """
         parts, scored = [], False
         for name, site in sites.items():
@@ -63,6 +71,7 @@ class DataDigests:
                 dir=make_private_folder(self._path.parent)
             ) as folder:  # private, for decoded patients' pictures
                 data = load_site_data(config, name, site, Path(folder))
+            _check_some_labels(config, data)
             scored |= any(data.splits[split] for split in ("validation", "test"))
             labels = own.model_dump(mode="json", exclude={"datalist"}) if own else {}
             files = {data.path: None} if data.path.exists() else {}  # each file once, in the order of the list
@@ -97,6 +106,32 @@ class DataDigests:
         if key not in self._known:
             self._known[key] = file_hash(path)
         return self._known[key]
+
+
+def _check_some_labels(config: JobConfig, data: DataList) -> None:
+    """Check one sample of each class that a site's list names, and the masks of MOST_MASKS images of each split.
+
+    A cell checks all samples when it begins, which takes long. Here a wrong `task.classes` is found before the first cell.
+    Of a volume or slide, the plane or tile in the middle is checked. Raises DataError.
+    """
+    if (look := TASKS[config.task.name].look) is None:
+        return
+    groups = group_by_key(
+        ((split, item.image) if isinstance(item.label, Path) else str(item.label), (split, item))
+        for split, items in data.splits.items()
+        for item in items
+    )
+    masks = Counter[str]()
+    for group in groups.values():
+        split, item = group[len(group) // 2]
+        masks[split] += isinstance(item.label, Path)
+        if isinstance(item.label, Path) and masks[split] > MOST_MASKS:
+            continue
+        try:
+            look(config.task, item)
+        except UnfitError:
+            if not data.loading.ignore_unfit:
+                raise
 
 
 # plan ------------------------------------------------------------------------------------------------------------------
@@ -160,6 +195,7 @@ class Planner:
                         source=self.given.data,
                     )
                 )
+        drop_caches()
         errors.raise_if_any()
         self.digests.save()
         return found

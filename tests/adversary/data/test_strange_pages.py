@@ -104,5 +104,5 @@ def test_a_site_is_no_path(site: str, tmp_path: Path) -> None:
             write_predictions(place / "predictions.png", {Stage.PRETRAINED: masks(9), Stage.GLOBAL: masks(1)})
     (tmp_path / "out").mkdir()
     files, notes = draw_examples(tmp_path / "out", group_of(*folders), Stage.GLOBAL, "")
-    assert files == []
+    assert files == {}
     assert "fewer than two methods have pictures" in notes[0]

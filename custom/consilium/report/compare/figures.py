@@ -21,7 +21,7 @@ from matplotlib.transforms import ScaledTranslation
 from PIL import ImageChops
 
 from consilium.core.messages import Stage
-from consilium.core.sanitize import first_names_text, shown
+from consilium.core.sanitize import count_with_noun, first_names_text, shown
 from consilium.core.storage import PUBLIC, write_atomic, write_figure
 from consilium.report.compare import COLUMN, MARK, PAGE
 from consilium.report.compare.comparability import Group, frozen_model
@@ -51,10 +51,18 @@ from consilium.report.untrusted_files import subfolders
 # the runs are.
 
 MOST_METHODS = 8
+SHOWN_BY_TASK = {
+    "segmentation": "They are the first ones of the split. Below each prediction is the Dice of this picture.",
+    "classification": "They are the first ones of each class in the split. A tick marks a right prediction, and the number is "
+    "the probability of the predicted class.",
+}
+"""What a caption says of the chosen pictures and of the texts at the predictions, by task."""
 
 
-def draw_examples(folder: Path, group: Group, stage: Stage, suffix: str) -> tuple[list[Path], list[str]]:
-    """Write examples{suffix}-SITE.png for each site where the runs allow it. Return the files, and notes on missing ones.
+def draw_examples(folder: Path, group: Group, stage: Stage, suffix: str) -> tuple[dict[Path, str], list[str]]:
+    """Write examples{suffix}-SITE.png for each site where the runs allow it.
+
+    Return the files with their captions, and notes on missing ones.
 
     `suffix`: the group's number in file names, as in "-2"; "" if there is one group.
     They show the seed that most methods have; of several such seeds, the first.
@@ -62,7 +70,7 @@ def draw_examples(folder: Path, group: Group, stage: Stage, suffix: str) -> tupl
     counts = Counter(seed for _, seed in group.runs)
     seed = max(group.seeds, key=lambda seed: counts[seed])
     runs = {m: group.runs[m, seed] for m in group.methods if (m, seed) in group.runs}
-    files: list[Path] = []
+    files: dict[Path, str] = {}
     undrawn: dict[str, list[str]] = {}
     places = {m: {one.name: one for one in subfolders(run.folder / "sites")} for m, run in list(runs.items())[:MOST_METHODS]}
     for site in sorted(group.first.sites):  # from another machine's record, a site's name may be ".." or a path
@@ -77,14 +85,19 @@ def draw_examples(folder: Path, group: Group, stage: Stage, suffix: str) -> tupl
         elif any(one != same[0] for one in same):
             undrawn.setdefault("the runs show other pictures or references", []).append(site)
         else:
-            files.append(folder / f"examples{suffix}-{''.join(c if c.isalnum() or c in '._-' else '_' for c in site)}.png")
+            path = folder / f"examples{suffix}-{''.join(c if c.isalnum() or c in '._-' else '_' for c in site)}.png"
             first, key = next(iter(pages.values()))
             both = {what: first[what] for what in (PICTURE, REFERENCE, Stage.PRETRAINED) if what in first}
             told = draw_text(f"Seed {seed}, {stage} models", (2 * PANEL, LINE), POINTS, GREY, left=True)
             right = max(ImageChops.invert(key).getbbox() or (0, 0, 1, 1))  # the key is as wide as the page it is cut from
             key = arrange([(0, 0, key.crop((0, 0, max(right, 1), key.height))), (0, key.height, told)])
             # the blank keeps a method called "picture" apart from the column of pictures
-            write_page(files[-1], (both | {f"{method} ": tiles[stage] for method, (tiles, _) in pages.items()}, key))
+            write_page(path, (both | {f"{method} ": tiles[stage] for method, (tiles, _) in pages.items()}, key))
+            files[path] = group.with_group_name(
+                f"{count_with_noun(len(first[PICTURE]), f'{group.first.split} picture')} of {site}: from left to right "
+                f"{', '.join(both)}, and the predictions of the {stage} models of {', '.join(pages)}, seed {seed}. "
+                f"{SHOWN_BY_TASK.get(group.first.config.task.name, '')}"
+            ).strip()
     notes = [f"no examples of {first_names_text(sites, 3)}: {why}" for why, sites in undrawn.items()]
     lacking = [method for method in group.methods if method not in runs]
     notes += [f"examples show seed {seed}; no run with it: {first_names_text(lacking, 3)}"] if lacking and files else []
@@ -175,9 +188,7 @@ def draw(
                 rf"\end{{{place}}}",
             ]
         examples, undrawn = draw_examples(folder, group, stage, end)
-        for path in examples:
-            site = path.stem.removeprefix(f"examples{end}-")
-            caption = group.with_group_name(f"Test pictures of {site} with the predictions of the {stage} models.")
+        for path, caption in examples.items():
             page += [
                 "% Shows patients. Remove the % of the next lines only if the pictures may be published.",
                 rf"% \begin{{figure*}}[t]\centering\includegraphics[width=\textwidth]{{{path.name}}}",

@@ -83,17 +83,19 @@ def cost_table(group: Group) -> Table:
         )
     for (method, seed), run in group.runs.items():
         early += [f"{method}, seed {seed}: {early_stop_text(run.early_end)}"] if run.early_end else []
+    (unequal_steps, rounds_advice), few = compare_steps(group), _fewer_pooled_samples_lines(group)
+    advice = [*rounds_advice, *(["set training.local_steps of pooled data to the sites' sum"] if few else [])]
     notes = {
         "parameters: how many train at a site; shared: how many of them are sent; steps: a site's optimizer steps, mean over "
         "sites; MiB: tensors up and down in training, all sites, with the parameters that each site receives when it joins, "
         "even if none are shared; seconds: the sites' training, summed; epsilon none: without privacy": True,
         "the methods do not all train the same parameters, as the numbers show": len(sets) > 1,
-        **dict.fromkeys([*unequal_steps(group), *_fewer_pooled_samples_lines(group)], True),
+        **dict.fromkeys([*unequal_steps, *few], True),
         f"{MARK} without runs that have not all of it on record": any(c.endswith(MARK) for row in rows for c in row[1:]),
         **dict.fromkeys(early[:MOST_LISTED], True),
         f"and {len(early) - MOST_LISTED} more that ended early": len(early) > MOST_LISTED,
     }
-    return Table(group.with_group_name("Costs"), heads, rows, only_true(notes))
+    return Table(group.with_group_name("Costs"), heads, rows, only_true(notes), advice=advice)
 
 
 def steps_of(runs: Sequence[RunRecord]) -> list[float | None]:
@@ -101,23 +103,22 @@ def steps_of(runs: Sequence[RunRecord]) -> list[float | None]:
     return [run.steps[-1] if run.steps else None for run in runs]
 
 
-def unequal_steps(group: Group) -> list[str]:
-    """Return [] if all methods make equally many steps at a site, else a line with their steps, and one with the remedy.
+def compare_steps(group: Group) -> tuple[list[str], list[str]]:
+    """Return a line with the methods' steps at a site, and a line of advice with the rounds that make them equal.
 
-    Runs on pooled data are left out, because `_fewer_pooled_samples_lines` compares them. There is no remedy for runs that
-    ended early.
+    Both lists are empty if all methods make equally many steps. Runs on pooled data are left out, because
+    `_fewer_pooled_samples_lines` compares them. There is no advice for runs that ended early.
     """
     runs = {m: group.runs_of(m) for m in group.methods if group.runs_of(m) and not group.runs_of(m)[0].is_pooled}
     made = {m: n for m, some in runs.items() if (n := mean([one for one in steps_of(some) if one is not None]))}
     if len(set(made.values())) < 2:
-        return []
+        return [], []
     most, early = max(made.values()), {m for m, some in runs.items() if any(run.early_end for run in some)}
     rounds = {m: runs[m][0].rounds_before_final_evaluation * most / n for m, n in made.items() if n < most and m not in early}
     remedy = first_names_text([f"{m}: {count:.0f}" for m, count in rounds.items() if count.is_integer()], 8)
     said = first_names_text([f"{m} {n:,.0f}" for m, n in made.items()], 8)
-    return [f"the methods do not make the same number of steps at a site: {said}"] + (
-        [f"for equal steps set training.rounds: {remedy}"] if remedy else []
-    )
+    advice = [f"for equal steps set training.rounds: {remedy}"] if remedy else []
+    return [f"the methods do not make the same number of steps at a site: {said}"], advice
 
 
 def _fewer_pooled_samples_lines(group: Group) -> list[str]:
@@ -133,9 +134,8 @@ def _fewer_pooled_samples_lines(group: Group) -> list[str]:
             else:
                 apart.append(seen)
     most, said = max(apart)
-    what = "no upper bound; set training.local_steps to the sites' sum"
     return [
-        f"{method}: pooled data train {own} a round, the sites together {said}: {what}"
+        f"{method}: pooled data train {own} a round, the sites together {said}: no upper bound"
         for method, (seen, own) in pooled.items()
         if 0 < seen < most
     ]

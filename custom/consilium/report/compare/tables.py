@@ -11,7 +11,7 @@ from consilium.core.messages import Stage
 from consilium.core.sanitize import count_with_noun, first_names_text
 from consilium.report.compare import DIAGNOSED, HELD_OUT, MARK, MOST_LISTED
 from consilium.report.compare.comparability import Group, frozen_model
-from consilium.report.compare.run_tables import cost_table, diagnostics_table, steps_of, unequal_steps
+from consilium.report.compare.run_tables import compare_steps, cost_table, diagnostics_table, steps_of
 from consilium.report.compare.score_statistics import (
     FEWEST,
     FEWEST_SEEDS,
@@ -236,8 +236,9 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
     count = len({seed for _, seed in group.runs})
     each = f"each number is the mean over {count} seeds ± the standard deviation" if count > 1 else "each number is of one seed"
     by_site = [each, *only_true({BOLD: best}), *frozen_best, *_scored_sample_lines(scores)]
-    steps = unequal_steps(group)[:1]
-    return Table(title, columns, texts, [*notes, *steps], best, detail_notes=[*by_site, *steps])
+    steps, _ = compare_steps(group)
+    more = ["too many sites for a column each: .csv and .json have them"] if scores.columns != scores.sites else []
+    return Table(title, columns, texts, [*notes, *steps], best, detail_notes=[*by_site, *steps], advice=more)
 
 
 def _scored_sample_lines(scores: GroupScores) -> list[str]:
@@ -301,9 +302,8 @@ def _score_notes(scores: GroupScores, blocks: int, printed: bool, marked: bool) 
         f"(Zou and Donner 2008), with {apart}; the width is the mean over seeds": any(
             patients_interval(scores, method) for method in scores.scored_methods
         ),
-        "too many sites for a column each: .csv and .json have them": scores.columns != scores.sites,
         f"rank: 1 is best; averaged over {count_with_noun(blocks, 'site')}; the pretrained model is not ranked": blocks,
-        f"numbers marked {MARK} lack seeds, see below": marked,
+        f"numbers marked {MARK} lack seeds": marked,
         f"without this model: {', '.join(scores.without)}": scores.without,
         "published: the paper's own number, not measured here; difference: ours minus it": printed,
         BOLD: len(scores.scored_methods) > 1,
@@ -331,6 +331,12 @@ def _significance_table(scores: GroupScores, against: str | None, tables: Mappin
         for c in found[:MOST_TESTS]
     ]
     tested, joined = sum(one.p is not None for one in found), len(scores.sites_by_test_split) < len(scores.averaged_sites)
+    winners = {
+        one: other
+        for one, table in tables.items()
+        if one not in (Stage.PRETRAINED, scores.stage) and (other := _winner(table)) not in ("", _winner(scores))
+    }
+    advice = ["choose before the runs which model you report (--model)"] if winners else []
     notes = {
         "pairs are seeds × sites; pairs of one site or seed are alike, so p is too small, and it says nothing of other "
         "patients or sites": tested,
@@ -339,15 +345,13 @@ def _significance_table(scores: GroupScores, against: str | None, tables: Mappin
         f"too few: under {FEWEST} pairs no p can be under 0.05, so none is given": tested < len(found),
         f"{len(found) - MOST_TESTS} more with larger p are left out here": len(found) > MOST_TESTS,
     } | {
-        f"the {one} models have another best method, {other}; choose before the runs which model you report (--model); "
-        f"only the {scores.stage} ones are tested here": other != _winner(scores)
-        for one, table in tables.items()
-        if one not in (Stage.PRETRAINED, scores.stage) and (other := _winner(table))
+        f"the {one} models have another best method, {other}; only the {scores.stage} ones are tested here": True
+        for one, other in winners.items()
     }
     title = scores.group.with_group_name(
         f"Paired tests over seeds and sites, {scores.group.heading(scores.metric)} ({scores.stage})"
     )
-    return Table(title, columns, rows, only_true(notes))
+    return Table(title, columns, rows, only_true(notes), advice=advice)
 
 
 def _winner(scores: GroupScores) -> str:
@@ -419,7 +423,7 @@ def as_json(groups: Sequence[Group], tables: Sequence[Table], notes: Sequence[st
     """Return records, tables and notes as JSON."""
     told: list[Mapping[str, Any]] = [
         {"title": one.title, "columns": [c.heading for c in one.columns], "rows": one.rows, "notes": one.notes}
-        | {"best": sorted(one.best)}
+        | {"advice": one.advice, "best": sorted(one.best)}
         for one in tables
     ]
     return json.dumps({"records": records(groups), "tables": told, "notes": list(notes)}, indent=1)

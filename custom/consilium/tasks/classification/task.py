@@ -291,9 +291,11 @@ def _check_item(item: Item, classes: Sequence[str], settings: PictureSettings) -
     class_index(item, classes)
 
 
-def check_item(config: ClassificationConfig, item: Item) -> None:
-    """Raise DataError for a sample without a class of the task, or with a header that cannot be read."""
-    _check_item(item, config.classes, config)
+def check_item(config: ClassificationConfig, item: Item | Text) -> None:
+    """Raise DataError for a sample without a class of the task, or for a picture with a header that cannot be read."""
+    if isinstance(item, Item):
+        image_shape(item, config)
+    class_index(item, config.classes)
 
 
 def build(config: ClassificationConfig, model: ModelConfig, data: DataList, tokenizer: Any) -> ClassificationTask:
