@@ -224,6 +224,14 @@ def test_fedhomolora_is_fedit_at_the_lowest_rank() -> None:
         assert all(torch.equal(t, same.shared[n]) for n, t in state.shared.items())
 
 
+def test_fedhomolora_trains_at_least_one_rank_of_the_tiers_that_sites_have() -> None:
+    below_one = FedHomoLoRA(tiers={"all": Tier(0.5, 2)}, profile={"all": 1.0})
+    unused = FedHomoLoRA(tiers={"low": Tier(1, 2), "high": Tier(3, 3)}, profile={"low": 0.0, "high": 1.0})
+    for strategy, rank in ((below_one, 1), (unused, 3)):
+        state = strategy.initialize(initial())
+        assert {len(t) for n, t in state.shared.items() if n.endswith(".lora_A")} == {rank}
+
+
 def test_flora_draws_new_factors_every_round() -> None:
     strategy = make(FLoRA)
     state = strategy.initialize(initial())

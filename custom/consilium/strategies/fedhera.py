@@ -129,9 +129,12 @@ class FedHera(ExactServer):
         """Return the ranks that the site downloads, by layer."""
         return self.download_and_train_ranks(state, site)[0]
 
-    def download_numbers(self, sent: Payload, site: SiteInfo) -> int:
-        """Return the site's whole download budget in numbers. The first round, without an update, downloads less."""
-        return int(self.affordable_ranks(site)["download"] * sum(map(sum, shapes(sent.tensors).values())))
+    def download_numbers(self, state: ServerState, site: SiteInfo) -> int:
+        """Return the numbers of the site's download budget, at most those of all ranks, and those of a head."""
+        sizes = [(sum(shape), len(state.initial[f"{layer}.lora_A"])) for layer, shape in shapes(state.initial).items()]
+        budget = int(self.affordable_ranks(site)["download"] * sum(size for size, _ in sizes))
+        others = sum(tensor.numel() for tensor in non_lora_tensors(state.shared).values())
+        return min(budget, sum(size * most for size, most in sizes)) + others
 
     def site_gate(self, state: ServerState, name: str) -> float:
         """Return a site's gate lambda in this round."""

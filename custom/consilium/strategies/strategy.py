@@ -302,9 +302,9 @@ class Strategy:
         """Return what `site` receives after the last round, to evaluate and save."""
         return self.payload(state, site)
 
-    def download_numbers(self, sent: Payload, site: SiteInfo) -> int:
-        """Return how many numbers a site downloads per round, after the first update. `sent`: a payload to count."""
-        return sum(tensor.numel() for tensor in sent.tensors.values())
+    def download_numbers(self, state: ServerState, site: SiteInfo) -> int:
+        """Return how many numbers a site downloads in a phase after the first update. `state`: one without updates."""
+        return sum(tensor.numel() for tensor in self.payload(state, site).tensors.values())
 
     def diagnostics(self, state: ServerState, results: RoundResults) -> dict[str, float]:
         """Return numbers about a phase's results to log and plot; `state`: the state before they are aggregated."""
