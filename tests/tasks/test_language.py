@@ -112,6 +112,16 @@ class Beginning:
         )
 
 
+def test_an_empty_prompt_has_a_finite_loss_and_an_answer() -> None:
+    """Token 1 begins it, although this tokenizer begins no text itself; 2 ends the answer. All of the answer is learned."""
+    task = make_task(text("", "yes"), text("", ""), prompt="{instruction}", evaluate="generation", max_new_tokens=4)
+    ids = [TOKENIZER("yes").input_ids, []]
+    assert [(pair.ids, pair.labels) for pair in task._pairs["test"]] == [([1, *own, 2], [IGNORED, *own, 2]) for own in ids]
+    found = task.evaluate(build_causal_lm("tiny", None), "test", 2, full=True)
+    assert math.isfinite(found["loss"])
+    assert "rouge_l" in found
+
+
 def test_a_long_answer_leaves_half_of_the_length_to_the_prompt_and_loses_its_end() -> None:
     """By hand, of 10 tokens: a prompt has 5 at least, and an answer that lost its end has no end token."""
     encoder = Encoder(cast(Any, Beginning()), 10, "{instruction}")

@@ -252,7 +252,7 @@ class LanguageTask:
         most = [encoder.max_length + 1 - max(map(len, own), default=1) for own in options]
         prompts = [encoder.prompt(text, room)[0] for text, room in zip(texts, most, strict=True)]
         for at, prompt in enumerate(prompts):
-            begin = len(prompt) - encoder.trailing_blank_count(prompt)
+            begin = max(len(prompt) - encoder.trailing_blank_count(prompt), 1)
             prompts[at], options[at] = prompt[:begin], [[*prompt[begin:], *one] for one in options[at]]
         found = log_likelihoods(
             model, lambda some, rows: inputs_of(model, self._collate(split, some, rows)), prompts, options, batch_size
