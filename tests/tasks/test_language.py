@@ -277,6 +277,15 @@ def test_the_final_evaluation_says_how_many_and_how_sure_over_patients(monkeypat
         assert found.keys() == metric_names(task.config)
 
 
+def test_questions_about_one_picture_have_no_interval() -> None:
+    """Without patients the pictures are drawn: two questions about one picture are one unit."""
+    one, other = Path("one.png"), Path("other.png")
+    for images, has_interval in (((one, one), False), ((one, other), True)):
+        records = [Text(f"test.jsonl:{n}", "what", "", ("yes",), image=image) for n, image in enumerate(images)]
+        found = make_task(*records).evaluate(Uniform(), "test", 2, full=True)
+        assert ("loss_low" in found) is has_interval
+
+
 def test_exact_match_of_final_answers_in_the_final_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [text("q", "1 + 1 = 2\n#### 2"), text("q", "half", final_answer="1,000.0"), text("q", "#### 5")]
     task = make_task(*texts, evaluate="exact")

@@ -16,7 +16,7 @@ from consilium.data.datalist import SPLITS, DataList
 from consilium.data.text import Text
 from consilium.models.transformers_folder import max_prompt_tokens
 from consilium.tasks.base import Answered, Batch, UnitScores, evaluating
-from consilium.tasks.bootstrap import intervals_of_means
+from consilium.tasks.bootstrap import bootstrap_unit, intervals_of_means
 from consilium.tasks.language import ASKS, CUT, CUT_ASKED, WRITTEN, LanguageConfig, text_scores
 from consilium.tasks.language.answers import judge_answers, right_answers
 from consilium.tasks.language.losses import (
@@ -204,7 +204,7 @@ class LanguageTask:
         }
         if not full:
             return found
-        whose = [text.patient or text.name for text in self.data.splits[split]]
+        whose = [bootstrap_unit(text) for text in self.data.splits[split]]
         return found | {COUNT: float(len(whose))} | intervals_of_means({"loss": losses} | each, whose)
 
     def _answer_scores(
