@@ -112,9 +112,7 @@ def test_a_site_downloads_at_most_all_ranks_and_the_head() -> None:
     """Layers of 16 and 14 numbers a rank have 6 ranks each: 180 numbers, and 5 of the head. 40 ranks would be 1200."""
     strategy, head = hera(), {"head.weight": torch.zeros(1, 4), "head.bias": torch.zeros(1)}
     state = strategy.initialize(initial() | head)
-    numbers = [
-        strategy.download_numbers(state, SiteInfo("a", 1, capacity={"download": ranks})) for ranks in (2.0, 6.0, 40.0)
-    ]
+    numbers = [strategy.download_numbers(state, SiteInfo("a", 1, capacity={"download": ranks})) for ranks in (2.0, 6.0, 40.0)]
     assert numbers == [60 + 5, 180 + 5, 180 + 5]
 
 

@@ -20,7 +20,8 @@ from consilium.data.text import Text
 from consilium.federation.job_assembly import assemble_job, build_model
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
 from consilium.tasks.language import LanguageConfig, metric_names
-from consilium.tasks.language.task import LanguageTask, token_losses
+from consilium.tasks.language.losses import token_losses
+from consilium.tasks.language.task import LanguageTask
 from consilium.tasks.language.tokens import IGNORED, Encoder
 from tests.conftest import small_text
 from tests.models.folders import config_of, save_folder

@@ -295,9 +295,9 @@ def test_a_text_without_a_class_of_the_job_is_neither_learned_nor_scored(tmp_pat
     """In a job with privacy an error would reveal that a site has such a text."""
     config, folder = job(save_encoder(tmp_path / "base"), features="mean"), reports(tmp_path / "data")
     lines = {split: (folder / f"{split}.jsonl").read_text().splitlines() for split in ("training", "test")}
-    for split, kept in lines.items():
-        changed = json.dumps(json.loads(kept[1]) | {"label": "unknown"})
-        (folder / f"{split}.jsonl").write_text("\n".join([kept[0], changed, *kept[2:]]) + "\n")
+    for split, (first, second, *rest) in lines.items():
+        changed = json.dumps(json.loads(second) | {"label": "unknown"})
+        (folder / f"{split}.jsonl").write_text("\n".join([first, changed, *rest]) + "\n")
     model: Any = build_model(config, SiteConfig())
     torch.nn.init.normal_(model.head.weight)
     data = replace(TASKS["classification"].read(folder), loading=Loading(ignore_unfit=True))

@@ -20,7 +20,7 @@ from consilium.adapters import adapter_state
 from consilium.adapters.kinds import BottleneckConfig
 from consilium.adapters.names import PLACES, bottleneck_count
 from consilium.adapters.registry import Shapes
-from consilium.adapters.trained_base_parameters import decoder_names
+from consilium.adapters.trained_base_parameters import trainable_decoder
 from consilium.core.errors import ConfigError
 from consilium.core.storage import write_atomic
 from consilium.models.registry import ModelKind
@@ -80,10 +80,10 @@ def inject(model: nn.Module, config: BottleneckConfig, base: ModelKind) -> None:
         for place in PLACES:
             adapter = Bottleneck(size, config.width or size // 4, skip=place != "adapter_mlp")
             block.add_module(place, adapter.to(block.norm1.weight))
-        # By hooks the base's modules keep their names and code. A copy of the model copies `block` in a partial, not in a closure.
+        # By hooks the base's modules keep their names and code. With partials the hooks of a copied model use the copied block.
         block.attn.register_forward_hook(partial(_adapt_attention, block))
         block.mlp.register_forward_hook(partial(_adapt_mlp, block))
-    adapter_state.freeze_base(model, names, decoder_names(model, config.decoder))
+    adapter_state.freeze_base(model, names, trainable_decoder(model, config))
 
 
 def _adapt_attention(block: Any, attention: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:

@@ -153,9 +153,10 @@ class Trainer:
         context, share = self._context, self._context.strategy.traits.probe_fraction
         with self._record_failure():
             if context.config.dpsgd is not None:
-                raise self._no_charge_error("probe()", context.config.dpsgd.unit)
+                raise self._no_charge_error("gradient_probe()", context.config.dpsgd.unit)
             if not share:
-                raise self._strategy_error("calls probe()", "set traits.probe_fraction to the share of the data that it reads")
+                remedy = "set traits.probe_fraction to the share of the data that it reads"
+                raise self._strategy_error("calls gradient_probe()", remedy)
             seed = context.seed("look", self._payload)
             return BatchGradients(context.model, context.task, context.config.training, seed, share)
 

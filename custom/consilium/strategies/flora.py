@@ -76,7 +76,7 @@ class FLoRA(ExactServer):
 
     def merge_layer(self, update: Update, layer: list[Change]) -> Update:
         """Return W plus the stack of the sites' products."""
-        return low_rank_sums.add(update, low_rank_sums.weighted_sum_of_products(layer, 1.0))
+        return low_rank_sums.add(update, low_rank_sums.weighted_sum_of_products(layer))
 
     def diagnostics(self, state: ServerState, results: dict[str, SiteResult]) -> dict[str, float]:
         """Return the diagnostics of UnequalRanks. Retained energy is left out: nothing is truncated, so it is always 1."""

@@ -65,7 +65,7 @@ class Traits:
     - `fits_only`: an overridden `local_update` reads records only through plain `fit`, which DP-SGD covers. Without this trait
       record- and patient-level privacy refuse such an algorithm. With it the trainer refuses all other reading of records.
     - `refuses_records`: why record- and patient-level privacy do not cover the algorithm (field, value, remedy); "" if they do.
-    - `probe_fraction`: the share of the training data on which `Trainer.probe` reads gradients.
+    - `probe_fraction`: the share of the training data on which `Trainer.gradient_probe` reads gradients.
     - `interpolation`: how the personalized model weighs a local adapter. `fits_after_last_round`: `local_update` runs once more
       after the last round, for the personalized model; its result stays at the site.
 

@@ -247,7 +247,7 @@ def check_patients(items: Sequence[Item], labels: Sequence[int], whose: np.ndarr
 
 
 def merge_by_patient(logits: Tensor, whose: np.ndarray) -> Tensor:
-    """Return for P patients the log (P, C) of the mean probability over images. `whose` (N,): each image's patient, 0 .. P - 1."""
+    """Return for P patients the log (P, C) of the mean probability over images; `whose` (N,): the images' patients, from 0."""
     count = sum_by_group(np.ones(len(whose)), whose)
     mean = torch.from_numpy(sum_by_group(logits.double().softmax(1).numpy(), whose) / count[:, None]).float()
     return mean.clamp_min(torch.finfo(torch.float32).tiny).log()
