@@ -82,6 +82,16 @@ def test_hetlora_weighs_by_the_norm_of_the_product_and_pads_with_zeros() -> None
     assert after[B].tolist() == [[2.25, 0.0], [0.0, 0.25]]
 
 
+def test_hetlora_keeps_ranks_that_no_site_of_the_round_has() -> None:
+    """A round of a site of rank 1 alone leaves rank 2 as it was, so that a site of rank 2 can train it later."""
+    strategy, start = HetLoRA(tiers=EACH, profile={"all": 1.0}), {A: torch.eye(2), B: torch.zeros(2, 2)}
+    sent = Payload(0, 0, {A: matrix((1.0, 0.0)), B: torch.zeros(2, 1)})
+    update = {A: matrix((1.0, 4.0)), B: matrix((3.0,), (0.0,))}
+    after = strategy.aggregate(ServerState(0, 0, start, {}), {"a": result(sent, SiteInfo("a", 1), update)}).shared
+    assert after[A].tolist() == [[2.0, 4.0], [0.0, 1.0]]
+    assert after[B].tolist() == [[3.0, 0.0], [0.0, 0.0]]
+
+
 def test_hetlora_weighs_a_head_and_products_of_0_by_samples() -> None:
     """Samples 1 and 3. While B = 0 all norms are 0: A becomes (1 + 3 * 5) / 4 = 4. The head is always (4 + 3 * 8) / 4 = 7."""
     strategy = HetLoRA(tiers=EACH, profile={"all": 1.0})
