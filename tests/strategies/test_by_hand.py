@@ -36,13 +36,13 @@ def test_fedprox_pulls_back_by_mu_times_the_distance() -> None:
     """mu = 0.5 at distances (1, -2): 0.25 * (1 + 4) = 1.25, gradient 0.5 * (1, -2); what does not train does not count."""
     moved, frozen = torch.tensor([3.0, 0.0], requires_grad=True), torch.tensor([9.0])
     anchors = {"a": torch.tensor([2.0, 2.0]), "b": torch.tensor([0.0])}
-    penalty = FedProx(mu=0.5).penalty(LocalStep({"a": moved, "b": frozen}, anchors, {}, {}))
+    penalty = FedProx(mu=0.5).penalty(LocalStep({"a": moved, "b": frozen}, anchors, {}))
     assert penalty is not None
     assert penalty.item() == pytest.approx(1.25)
     penalty.backward()
     assert moved.grad is not None
     assert moved.grad.tolist() == [0.5, -1.0]
-    assert FedProx(mu=0.0).penalty(LocalStep({"a": moved}, anchors, {}, {})) is None
+    assert FedProx(mu=0.0).penalty(LocalStep({"a": moved}, anchors, {})) is None
 
 
 def test_fedhl_trusts_a_site_by_what_truncation_cost_it() -> None:

@@ -140,7 +140,7 @@ class Trainer:
         memory = self._optimizer if config.optimizer_state == "kept" else None
         with peak_memory(next(context.model.parameters()).device) as peak:
             found = train(
-                context.model, task, params, trained, config, seed, penalty, payload.scalars, on_progress, private, memory,
+                context.model, task, params, trained, config, seed, penalty, on_progress, private, memory,
                 correction, context.backward,
             )  # fmt: skip
         return found | peak

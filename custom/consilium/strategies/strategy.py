@@ -116,13 +116,12 @@ class Traits:
 class LocalStep:
     """The argument of a penalty at one optimizer step of `Trainer.fit`.
 
-    `params`: the live adapter tensors. `anchors`: their detached values from the start of `fit`. `scalars`: the scalars of the
-    payload. `memory`: a dict that the penalty may use from step to step; empty when `fit` begins.
+    `params`: the live adapter tensors. `anchors`: their detached values from the start of `fit`. `memory`: a dict that the
+    penalty may use from step to step; empty when `fit` begins.
     """
 
     params: Mapping[str, Tensor]
     anchors: Mapping[str, Tensor]
-    scalars: Mapping[str, float]
     memory: dict[str, Tensor]
 
 

@@ -157,7 +157,6 @@ def train(
     config: TrainingConfig,
     seed: int,
     penalty: Penalty,
-    scalars: Mapping[str, float],
     on_progress: OnProgress,
     dp: DpSgd | None = None,
     optimizer_state: Tensors | None = None,
@@ -202,7 +201,7 @@ def train(
         for step, rate in enumerate(rates, start=1):
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            known = take_step(LocalStep(params, anchors, scalars, memory), noted_penalty, losses, step == total)
+            known = take_step(LocalStep(params, anchors, memory), noted_penalty, losses, step == total)
             with torch.no_grad():
                 for name, whole in correction.items():
                     active[name].add_(whole.to(active[name].device), alpha=rate / sum(rates))
