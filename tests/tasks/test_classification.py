@@ -26,8 +26,8 @@ from consilium.tasks.classification.task import (
     score,
 )
 from consilium.tasks.registry import TASKS
-from consilium.training.loop import batches
 from tests.conftest import small_cells
+from tests.tasks.scoring import batches
 
 CLASSES = ["round", "long", "spiky"]
 

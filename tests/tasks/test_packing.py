@@ -16,8 +16,8 @@ from consilium.tasks.language.losses import group_by_length, mean_loss, pack, to
 from consilium.tasks.language.task import LanguageTask
 from consilium.tasks.language.tokens import IGNORED
 from consilium.training.gradient_probe import WithFeatures
-from consilium.training.loop import batches
 from tests.conftest import small_text
+from tests.tasks.scoring import batches
 
 
 @pytest.fixture(scope="module")

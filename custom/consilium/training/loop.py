@@ -368,12 +368,8 @@ def prefetched_batches(
                     raise DataError(NOTHING_LEFT)
 
 
-def batches(task: Task, batch_size: int, seed: int) -> Iterator[Batch]:
-    """Yield the batches of one epoch of the training split, shuffled with `seed`; the last batch may be smaller."""
-    yield from (call() for call in _calls(task, batch_size, seed, CPU))
-
-
 def _calls(task: Task, batch_size: int, seed: int, device: torch.device) -> Iterator[Callable[[], Batch]]:
+    """Yield a function for each batch of an epoch, shuffled with `seed`, that makes it; the last batch may be smaller."""
     order = torch.randperm(task.num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
     if hasattr(task, "batch_order"):
         order = cast(Any, task).batch_order(order, batch_size)
