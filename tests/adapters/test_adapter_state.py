@@ -13,7 +13,7 @@ from consilium.adapters.kinds import FULL, LORA, BottleneckConfig, DualRankConfi
 from consilium.adapters.names import FEATURE_SHIFT, LOCAL_ADAPTER, MEAN, SHIFT, prepare_linear_layers
 from consilium.adapters.registry import ADAPTERS
 from consilium.adapters.strategy_modules import FeatureShift, add_parts, feature_point_of, merge_shift, part_shapes
-from consilium.adapters.trained_base_parameters import decoder_names
+from consilium.adapters.trained_base_parameters import trainable_decoder
 from consilium.core.errors import ConfigError
 from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.registry import Cut, ModelConfig, ModelKind, TargetSet
@@ -197,8 +197,8 @@ def test_models_that_an_adapter_does_not_fit_are_named() -> None:
     with pytest.raises(ConfigError, match=r"'other' matches no linear layer of the model; use a full regex"):
         prepare_linear_layers(Two(), TargetSet("other"))
     with pytest.raises(ConfigError, match=r"adapter\.decoder: 'share': the model has no mask decoder; use freeze"):
-        decoder_names(Two(), "share")
-    assert decoder_names(Two(), "freeze") == []
+        trainable_decoder(Two(), LoraConfig(decoder="share"))
+    assert trainable_decoder(Two(), LoraConfig(decoder="freeze")) == []
 
 
 def test_parts_add_a_twin_of_each_factor_and_two_vectors_of_the_features() -> None:

@@ -63,7 +63,7 @@ def _step(model: nn.Module, images: torch.Tensor, sor: FedIAT) -> Callable[[], N
     optimizer = torch.optim.Adam(params.values())
 
     def step() -> None:
-        penalty = sor.penalty(LocalStep(params, anchors, {}, memory))
+        penalty = sor.penalty(LocalStep(params, anchors, memory))
         loss = model(images).square().mean() + (0.0 if penalty is None else penalty)
         loss.backward()
         optimizer.step()

@@ -222,7 +222,7 @@ def _units(task: Task, config: JobConfig, steps: int) -> tuple[str, float]:
 def _ours(model: nn.Module, task: Any, params: dict[str, Tensor], config: JobConfig, steps: int) -> None:
     training = config.training.model_copy(update={"local_steps": steps})
     trained = {name for name, tensor in params.items() if isinstance(tensor, nn.Parameter)}
-    train(model, task, params, trained, training, 0, lambda step: None, {}, lambda done: None)
+    train(model, task, params, trained, training, 0, lambda step: None, lambda done: None)
 
 
 def _bare(config: JobConfig, loaded: tuple[nn.Module, dict[str, Tensor]], task: Any) -> Way:

@@ -22,7 +22,7 @@ from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig, TrainingConfig
 from consilium.config.site import CacheConfig, SiteConfig
 from consilium.federation.job_assembly import build_model, build_task
-from consilium.tasks.language.task import mean_loss
+from consilium.tasks.language.losses import mean_loss
 from consilium.training.loop import make_optimizer
 from tests.conftest import small_config, small_text
 from tests.tasks.test_packing import records

@@ -212,7 +212,6 @@ def test_record_level_noise_is_the_same_and_the_lost_record_adds_nothing(tmp_pat
             _sgd(job.config),
             0,
             lambda step: None,
-            {},
             lambda p: None,
             dp,
         )

@@ -164,3 +164,12 @@ def test_unequal_ranks_cost_by_tier_and_on_average() -> None:
     assert costs["flexlora mean"].down == costs["flexlora mean"].up == round(each * (2 + 4 + 8) / 3)
     assert costs["fedhomolora mean"].total_parameters == 4 * each
     assert "fedit" not in costs
+
+
+def test_a_tier_that_trains_nothing_has_costs_of_fedhera_alone() -> None:
+    """Other algorithms need tiers that train. The download is that of 4 ranks in all layers."""
+    tiers = {"tiers": {"none": {"train": 0, "download": 4}}, "profile": {"none": 1.0}}
+    job = assemble_job(load_job(JOBS / "quickstart_hera", {"strategy": {"name": "fedhera"} | tiers}))
+    each = sum(map(sum, shapes(job.initial).values()))
+    costs = {cost.strategy: (cost.up, cost.down) for cost in compare(job)}
+    assert costs == dict.fromkeys(("fedhera none", "fedhera mean"), (0, 4 * each))

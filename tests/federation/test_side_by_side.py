@@ -184,6 +184,7 @@ def test_groups_smaller_than_the_federation_give_the_same_run(tmp_path: Path, jo
             {"adapter": {"decoder": "share", "targets": "encoder-qkv"}},
             "reads an adapter's tensors past its layers",
         ),
+        (small_config, {"adapter": {"kind": "bottleneck", "width": 4}}, "with hooks"),
         (small_cells, {"adapter": {"dora": True}}, "DoraLinearLayer"),
         (small_cells, {"training": {"gradient_checkpointing": True}}, "gradient_checkpointing"),
     ],
@@ -193,7 +194,7 @@ def test_a_model_whose_sites_cannot_share_a_pass_runs_one_by_one(
 ) -> None:
     raw = uneven(base("fedit"), rounds=1).model_dump()
     for section, values in changes.items():
-        raw[section] |= values
+        raw[section] = values if "kind" in values else raw[section] | values
     raw["data"]["phantoms"] |= {"training": 4, "validation": 0, "test": 1}
     config = JobConfig.model_validate(raw)
     run(config, tmp_path / "apart", 1)

@@ -65,7 +65,7 @@ def trained(config: JobConfig, model: nn.Module, task: SegmentationTask) -> tupl
     """Return loss, adapter and validation loss of a round from a fixed start."""
     params = adapter_state.tensors(model)
     adapter_state.load(model, {n: adapter_state.initial_tensor(n, tuple(t.shape), 0) for n, t in params.items()})
-    found = train(model, task, params, set(params), config.training, 0, lambda step: None, {}, lambda done: None)
+    found = train(model, task, params, set(params), config.training, 0, lambda step: None, lambda done: None)
     return found["loss"], adapter_state.values(model), task.evaluate(model, "validation", 2)["loss"]
 
 

@@ -20,7 +20,6 @@ from consilium.core.low_rank_sums import (
 )
 
 TIERS = [(4, 8)] * 3 + [(8, 16)] * 5 + [(12, 24)] * 2
-SCALE = 2.0
 
 
 def randn(*shape: int, seed: int) -> Tensor:
@@ -55,7 +54,7 @@ def product(found: Spectrum) -> Tensor:
 def trained(found: Spectrum, tier: tuple[int, int], weight: float, seed: int) -> Change:
     """Return what a site sends back of its download: its prefix, moved."""
     out, into = found.left.shape[0], found.right.shape[1]
-    b, a = balanced_factors(found, tier[1], SCALE, randn(64, into, seed=9).float() / 8)
+    b, a = balanced_factors(found, tier[1], randn(64, into, seed=9).float() / 8)
     start = b[:, : tier[0]], a[: tier[0]]
     moved = (
         start[0] + 0.05 * randn(out, tier[0], seed=seed).float(),
@@ -72,9 +71,9 @@ def test_ten_rounds_of_ten_sites_are_exact(shape: tuple[int, int]) -> None:
     for number in range(10):
         found = spectrum(update, 64)
         changes = [trained(found, tier, 0.1, 1000 * number + 10 * i) for i, tier in enumerate(TIERS)]
-        update = add(update, weighted_sum_of_changes(changes, SCALE))
+        update = add(update, weighted_sum_of_changes(changes))
         for c in changes:
-            reference += c.weight * SCALE * (c.end[0].double() @ c.end[1].double() - c.start[0].double() @ c.start[1].double())
+            reference += c.weight * (c.end[0].double() @ c.end[1].double() - c.start[0].double() @ c.start[1].double())
         dense.append(update.dense is not None)
         assert float((whole(update) - reference).norm() / reference.norm()) < 1e-5
     assert dense[-1]
@@ -87,27 +86,27 @@ def test_ten_rounds_of_ten_sites_are_exact(shape: tuple[int, int]) -> None:
 
 def test_a_round_of_untrained_sites_changes_nothing() -> None:
     found = spectrum(as_dense(shaped(40, 30, torch.arange(20, 0, -1).double())), 16)
-    b, a = balanced_factors(found, 16, SCALE, torch.zeros(16, 30))
-    left, right = weighted_sum_of_changes([Change(0.5, (b[:, :r], a[:r]), (b[:, :r], a[:r])) for r in (4, 16)], SCALE)
+    b, a = balanced_factors(found, 16, torch.zeros(16, 30))
+    left, right = weighted_sum_of_changes([Change(0.5, (b[:, :r], a[:r]), (b[:, :r], a[:r])) for r in (4, 16)])
     assert not (left @ right).any()
 
 
 def test_sites_of_one_round_share_their_start_and_others_do_not() -> None:
     found = spectrum(as_dense(shaped(60, 50, torch.arange(40, 0, -1).double())), 32)
     changes = [trained(found, tier, 0.1, 10 * i) for i, tier in enumerate(TIERS)]
-    left, right = weighted_sum_of_changes(changes, SCALE)
+    left, right = weighted_sum_of_changes(changes)
     assert left.shape[1] == len(right) == sum(train for train, _ in TIERS) + 12
     stale = trained(spectrum(as_dense(shaped(60, 50, torch.ones(40).double(), seed=5)), 32), (4, 8), 0.3, 77)
-    both = weighted_sum_of_changes([*changes, stale], SCALE)
+    both = weighted_sum_of_changes([*changes, stale])
     assert both[0].shape[1] == left.shape[1] + 8
-    alone = weighted_sum_of_changes([stale], SCALE)
+    alone = weighted_sum_of_changes([stale])
     assert torch.allclose(both[0] @ both[1], left @ right + alone[0] @ alone[1], atol=1e-5)
 
 
 def test_standard_aggregation_is_the_mean_of_products() -> None:
     changes = [Change(0.25, (), (randn(5, r, seed=r), randn(r, 4, seed=r + 1))) for r in (1, 3)]
-    left, right = weighted_sum_of_products(changes, SCALE)
-    assert torch.allclose(left @ right, sum(0.5 * c.end[0] @ c.end[1] for c in changes))
+    left, right = weighted_sum_of_products(changes)
+    assert torch.allclose(left @ right, sum(0.25 * c.end[0] @ c.end[1] for c in changes))
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(80, 60), (60, 80), (70, 70)])
@@ -167,8 +166,8 @@ def test_zero_and_rank_deficient_updates(dense: bool) -> None:
     assert not found.right[3:].any()
     assert not found.left[:, 3:].any()
     initial = randn(8, 30, seed=1).float()
-    b, a = balanced_factors(found, 8, SCALE, initial)
-    assert torch.allclose(SCALE * b @ a, three, atol=1e-5)
+    b, a = balanced_factors(found, 8, initial)
+    assert torch.allclose(b @ a, three, atol=1e-5)
     assert torch.equal(a[3:], initial[3:])
     assert not b[:, 3:].any()
     assert not bool((a == 0).all(1).any())
@@ -188,9 +187,9 @@ def test_more_ranks_than_the_layer_has_are_not_there() -> None:
 def test_refactored_ranks_nest_and_give_the_truncated_update(rank: int) -> None:
     matrix = shaped(40, 30, 0.9 ** torch.arange(30).double())
     found = spectrum(as_dense(matrix), 16)
-    b, a = balanced_factors(found, rank, SCALE, torch.zeros(16, 30))
-    assert float((matrix - SCALE * b @ a).double().square().sum()) == pytest.approx(found.rest(rank), rel=1e-4)
-    wide = balanced_factors(found, 16, SCALE, torch.zeros(16, 30))
+    b, a = balanced_factors(found, rank, torch.zeros(16, 30))
+    assert float((matrix - b @ a).double().square().sum()) == pytest.approx(found.rest(rank), rel=1e-4)
+    wide = balanced_factors(found, 16, torch.zeros(16, 30))
     assert torch.equal(b, wide[0][:, :rank])
     assert torch.equal(a, wide[1][:rank])
 

@@ -138,7 +138,7 @@ def test_steps_are_those_over_a_float32_base_of_the_same_numbers(
     kept = {n: p.detach().clone() for n, p in packed.named_parameters() if p.dtype in (torch.uint8, torch.int8)}
     for model, params in zip((packed, plain), trained, strict=True):
         adapter_state.load(model, {n: adapter_state.initial_tensor(n, tuple(t.shape), 0) for n, t in params.items()})
-        train(model, task, params, set(params), whole.training, 0, lambda step: None, {}, lambda done: None)
+        train(model, task, params, set(params), whole.training, 0, lambda step: None, lambda done: None)
     now = dict(packed.named_parameters())
     assert len(kept) > 8
     assert all(torch.equal(tensor, now[name]) for name, tensor in kept.items())

@@ -15,7 +15,7 @@ from consilium.models.sam import attention as sam_attention, network as sam
 from consilium.models.sam.attention import FusedDecoderAttention, FusedImageAttention, split_qkv
 from consilium.models.sam.network import SHAPES, Shape, build_sam
 
-SMALL = Shape(32, 2, 2, (1,), native=64, patch=16, window=3, prompt=16, decoder_mlp=32, decoder_heads=2)
+SMALL = Shape(32, 2, 2, (1,), patch=16, window=3, prompt=16, decoder_mlp=32, decoder_heads=2)
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def small_vit_b(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Make vit_b small and return a checkpoint of it in Meta's layout (random weights)."""
     monkeypatch.setitem(SHAPES, "vit_b", SMALL)
     torch.manual_seed(0)
-    model = build_sam("vit_b", None, None, 3, weights=False)
+    model = build_sam("vit_b", None, 1024, 3, weights=False)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "pos" in name:
@@ -75,7 +75,7 @@ def test_whole_model_fused_and_original_agree(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_batch_equals_meta_sam_image_by_image(small_vit_b: Path) -> None:
-    model = build_sam("vit_b", small_vit_b, None, 3, attention="original")
+    model = build_sam("vit_b", small_vit_b, 64, 3, attention="original")
     images = torch.rand(2, 3, 64, 64) * 255
     ours = model(images)
     for index in range(2):
@@ -86,7 +86,7 @@ def test_a_batch_equals_meta_sam_image_by_image(small_vit_b: Path) -> None:
 
 
 def test_box_prompts_equal_meta_sam_and_nan_means_the_whole_image(small_vit_b: Path) -> None:
-    model = build_sam("vit_b", small_vit_b, None, 2, prompt="box", attention="original")
+    model = build_sam("vit_b", small_vit_b, 64, 2, prompt="box", attention="original")
     images = torch.rand(1, 3, 64, 64) * 255
     boxes = torch.tensor([[[3.0, 5.0, 30.0, 40.0], [float("nan")] * 4]])
     known = torch.tensor([[3.0, 5.0, 30.0, 40.0], [0.0, 0.0, 63.0, 63.0]])
@@ -101,7 +101,7 @@ def test_box_prompts_equal_meta_sam_and_nan_means_the_whole_image(small_vit_b: P
 @pytest.mark.parametrize("classes", [1, 2])
 def test_point_prompts_equal_meta_sam_and_nan_is_no_point(classes: int, small_vit_b: Path) -> None:
     """One class is SAM's single mask, several are its first, each by its own point; SAM's label -1 says that there is none."""
-    model = build_sam("vit_b", small_vit_b, None, classes, prompt="point", attention="original")
+    model = build_sam("vit_b", small_vit_b, 64, classes, prompt="point", attention="original")
     image = torch.rand(3, 64, 64) * 255
 
     def meta(point: list[float], label: int) -> Tensor:
@@ -166,20 +166,20 @@ def test_bad_checkpoints_say_what_is_wrong(small_vit_b: Path, tmp_path: Path) ->
     truncated.write_bytes(small_vit_b.read_bytes()[:5000])
     torch.save({"weight": torch.zeros(1)}, other)
     with pytest.raises(CheckpointError, match=r"cut\.pth: damaged or no checkpoint"):
-        build_sam("vit_b", truncated, None, 1)
+        build_sam("vit_b", truncated, 64, 1)
     with pytest.raises(CheckpointError, match=r"other\.pth: holds no SAM"):
-        build_sam("vit_b", other, None, 1)
+        build_sam("vit_b", other, 64, 1)
     with pytest.raises(CheckpointError, match=r"looks like vit_b, model\.variant is vit_l"):
-        build_sam("vit_l", small_vit_b, None, 1)
+        build_sam("vit_l", small_vit_b, 64, 1)
     with pytest.raises(CheckpointError, match="no such file"):
-        build_sam("vit_b", tmp_path / "none.pth", None, 1)
+        build_sam("vit_b", tmp_path / "none.pth", 64, 1)
     with pytest.raises(CheckpointError, match="vit_b needs Meta's"):
-        build_sam("vit_b", None, None, 1)
+        build_sam("vit_b", None, 64, 1)
     state = torch.load(small_vit_b, weights_only=True)
     state.pop("mask_decoder.iou_token.weight")
     torch.save(state, other)
     with pytest.raises(CheckpointError, match=r"mask_decoder\.iou_token\.weight is missing"):
-        build_sam("vit_b", other, None, 1)
+        build_sam("vit_b", other, 64, 1)
     with pytest.raises(ConfigError, match=r"model\.image_size: 100 is not a multiple of the patch size 8; use 96"):
         build_sam("tiny", None, 100, 1)
 
@@ -187,9 +187,9 @@ def test_bad_checkpoints_say_what_is_wrong(small_vit_b: Path, tmp_path: Path) ->
 def test_sam_med2d_s_file_loads_and_its_adapters_stand_beside_the_mlp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(SHAPES, "med2d", replace(SMALL, adapted=True))
     torch.manual_seed(0)
-    state = build_sam("med2d", None, None, 1, weights=False).state_dict()
+    state = build_sam("med2d", None, 64, 1, weights=False).state_dict()
     torch.save({"model": state, "optimizer": {"step": 3}}, tmp_path / "sam-med2d_b.pth")
-    model = build_sam("med2d", tmp_path / "sam-med2d_b.pth", None, 1)
+    model = build_sam("med2d", tmp_path / "sam-med2d_b.pth", 64, 1)
     names = {name.partition("Adapter.")[2] for name in state if ".blocks.0.Adapter." in name}
     assert names == {"norm.weight", "norm.bias", "channel.0.weight", "channel.2.weight", "spatial.0.weight", "spatial.2.weight"}
     block, x = model.image_encoder.blocks[0], torch.randn(2, 4, 4, 32)
@@ -204,7 +204,7 @@ def test_sam_med2d_s_file_loads_and_its_adapters_stand_beside_the_mlp(monkeypatc
         build_sam("med2d", None, 48, 1, weights=False)
     monkeypatch.setitem(SHAPES, "vit_b", SMALL)
     with pytest.raises(CheckpointError, match=r"looks like med2d, model\.variant is vit_b"):
-        build_sam("vit_b", tmp_path / "sam-med2d_b.pth", None, 1)
+        build_sam("vit_b", tmp_path / "sam-med2d_b.pth", 64, 1)
 
 
 def own(state: dict[str, Tensor], name: str) -> Tensor:

@@ -193,9 +193,7 @@ def test_training_moves_only_what_is_trained_and_leaves_the_model_as_it_was(tmp_
     before, keys = {n: t.clone() for n, t in model.state_dict().items()}, list(model.state_dict())
     trained = {n for n in adapter_state.tensors(model) if n.endswith("lora_B")}
     dp = DpSgd(1.0, 1.0, 0.5, seed=3)
-    found = train(
-        model, task, adapter_state.tensors(model), trained, config.training, 0, lambda s: None, {}, lambda p: None, dp
-    )
+    found = train(model, task, adapter_state.tensors(model), trained, config.training, 0, lambda s: None, lambda p: None, dp)
     assert found["steps"] == 3
     after = model.state_dict()
     assert list(after) == keys
@@ -289,7 +287,7 @@ def test_what_augments_a_private_step_is_secret_and_new_in_every_step(monkeypatc
         layer = nn.Linear(1, 1, bias=False)
         task, dp = cast(Task, SimpleNamespace(num_samples=8)), DpSgd(1.0, 1.0, 0.25)
         params = {"w": layer.weight}
-        train(layer, task, params, {"w"}, options, 0, lambda step: None, {}, lambda progress: None, dp)
+        train(layer, task, params, {"w"}, options, 0, lambda step: None, lambda progress: None, dp)
     assert len(seeds) == len(set(seeds)) == 6
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from consilium.core.messages import loading_event
 from consilium.report.live_view import LiveView
-from consilium.tasks.segmentation import SCORES as DICE
+from tests.report.shown_scores import DICE
 
 WIDTHS = (60, 80, 140)
 LONG = [("histology-university-hospital-of-the-northern-city-department-" + end)[-64:] for end in "abc"]

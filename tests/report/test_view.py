@@ -8,11 +8,11 @@ from rich.console import Console
 from consilium.core.messages import Stage
 from consilium.report.live_view import LiveView
 from consilium.report.results_table import mean_of, results_table
-from consilium.tasks.classification import SCORES as ACCURACY
 from consilium.tasks.language import LanguageConfig, scores
 from consilium.tasks.registry import TASKS, Scores
-from consilium.tasks.segmentation import SCORES as DICE, SegmentationScoresConfig, scores as segmentation_scores
+from consilium.tasks.segmentation import SegmentationScoresConfig, scores as segmentation_scores
 from tests.report.closing import result_table
+from tests.report.shown_scores import ACCURACY, DICE
 
 
 def shown(table: object) -> str:

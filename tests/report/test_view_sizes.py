@@ -12,8 +12,8 @@ from consilium.report.live_view import LiveView
 from consilium.report.tables import shorten_names
 from consilium.tasks.language import CUT, PER_TOKEN, LanguageConfig, scores
 from consilium.tasks.registry import COUNT, HIGH, LOW
-from consilium.tasks.segmentation import SCORES as DICE
 from tests.report.closing import result_table
+from tests.report.shown_scores import DICE
 
 LONG = ("histology-university-hospital-north", "histology-university-hospital-south", "site-1")
 SCORES = {f"test/{s}/dice": 0.5 for s in Stage} | {"test/global/iou": 0.25, "test/global/hd95": 123.456}

@@ -36,13 +36,13 @@ def test_fedprox_pulls_back_by_mu_times_the_distance() -> None:
     """mu = 0.5 at distances (1, -2): 0.25 * (1 + 4) = 1.25, gradient 0.5 * (1, -2); what does not train does not count."""
     moved, frozen = torch.tensor([3.0, 0.0], requires_grad=True), torch.tensor([9.0])
     anchors = {"a": torch.tensor([2.0, 2.0]), "b": torch.tensor([0.0])}
-    penalty = FedProx(mu=0.5).penalty(LocalStep({"a": moved, "b": frozen}, anchors, {}, {}))
+    penalty = FedProx(mu=0.5).penalty(LocalStep({"a": moved, "b": frozen}, anchors, {}))
     assert penalty is not None
     assert penalty.item() == pytest.approx(1.25)
     penalty.backward()
     assert moved.grad is not None
     assert moved.grad.tolist() == [0.5, -1.0]
-    assert FedProx(mu=0.0).penalty(LocalStep({"a": moved}, anchors, {}, {})) is None
+    assert FedProx(mu=0.0).penalty(LocalStep({"a": moved}, anchors, {})) is None
 
 
 def test_fedhl_trusts_a_site_by_what_truncation_cost_it() -> None:
@@ -80,6 +80,16 @@ def test_hetlora_weighs_by_the_norm_of_the_product_and_pads_with_zeros() -> None
     after = strategy.aggregate(state, results).shared
     assert after[A].tolist() == [[0.75, 0.0], [0.0, 0.25]]
     assert after[B].tolist() == [[2.25, 0.0], [0.0, 0.25]]
+
+
+def test_hetlora_keeps_ranks_that_no_site_of_the_round_has() -> None:
+    """A round of a site of rank 1 alone leaves rank 2 as it was, so that a site of rank 2 can train it later."""
+    strategy, start = HetLoRA(tiers=EACH, profile={"all": 1.0}), {A: torch.eye(2), B: torch.zeros(2, 2)}
+    sent = Payload(0, 0, {A: matrix((1.0, 0.0)), B: torch.zeros(2, 1)})
+    update = {A: matrix((1.0, 4.0)), B: matrix((3.0,), (0.0,))}
+    after = strategy.aggregate(ServerState(0, 0, start, {}), {"a": result(sent, SiteInfo("a", 1), update)}).shared
+    assert after[A].tolist() == [[2.0, 4.0], [0.0, 1.0]]
+    assert after[B].tolist() == [[3.0, 0.0], [0.0, 0.0]]
 
 
 def test_hetlora_weighs_a_head_and_products_of_0_by_samples() -> None:

@@ -98,7 +98,7 @@ def test_ranks_stay_within_budgets_and_add_up_to_the_truncated_update(allocation
         site, tier = SiteInfo(name, 1), strategy.draw_tier(name)
         sent = strategy.payload(state, site)
         ranks = sizes(sent)
-        assert strategy.download_numbers(sent, site) == tier.download * 30
+        assert strategy.download_numbers(state, site) == tier.download * 30
         assert sum((r + k) * sum(LAYERS[layer]) for layer, (r, k) in ranks.items()) <= tier.download * total
         assert sum(r * sum(LAYERS[layer]) for layer, (r, _) in ranks.items()) <= tier.train * total
         for layer, (rank, tail) in ranks.items():
@@ -106,6 +106,14 @@ def test_ranks_stay_within_budgets_and_add_up_to_the_truncated_update(allocation
             kept = rank + tail
             expected = u[:, :kept] * values[:kept] @ v[:kept]
             torch.testing.assert_close(product(sent.tensors, layer), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_site_downloads_at_most_all_ranks_and_the_head() -> None:
+    """Layers of 16 and 14 numbers a rank have 6 ranks each: 180 numbers, and 5 of the head. 40 ranks would be 1200."""
+    strategy, head = hera(), {"head.weight": torch.zeros(1, 4), "head.bias": torch.zeros(1)}
+    state = strategy.initialize(initial() | head)
+    numbers = [strategy.download_numbers(state, SiteInfo("a", 1, capacity={"download": ranks})) for ranks in (2.0, 6.0, 40.0)]
+    assert numbers == [60 + 5, 180 + 5, 180 + 5]
 
 
 def test_the_spectra_hold_as_many_ranks_as_the_largest_adapter() -> None:

@@ -58,7 +58,7 @@ def test_hand_worked_2x2_encoder_case() -> None:
     """
     anchors = {f"{ENC}.lora_A": torch.eye(2).double(), f"{ENC}.lora_B": torch.eye(2).double()}
     params = live({f"{ENC}.lora_A": tensor([[3, 0], [2, 1]]), f"{ENC}.lora_B": tensor([[2, 0], [0, 1]])})
-    loss = FedIAT(sor_weight=1.0, eps=1e-12).penalty(LocalStep(params, anchors, {}, {}))
+    loss = FedIAT(sor_weight=1.0, eps=1e-12).penalty(LocalStep(params, anchors, {}))
     assert loss.item() == pytest.approx(0.5, abs=1e-7)
     loss.backward()
     assert params[f"{ENC}.lora_A"].grad is None
@@ -69,7 +69,7 @@ def test_hand_worked_2x2_encoder_case() -> None:
 def test_hand_worked_2x2_decoder_case_is_the_mirror() -> None:
     anchors = {f"{DEC}.lora_A": torch.eye(2).double(), f"{DEC}.lora_B": torch.eye(2).double()}
     params = live({f"{DEC}.lora_A": tensor([[2, 0], [0, 1]]), f"{DEC}.lora_B": tensor([[3, 2], [0, 1]])})
-    loss = FedIAT(sor_weight=1.0, eps=1e-12).penalty(LocalStep(params, anchors, {}, {}))
+    loss = FedIAT(sor_weight=1.0, eps=1e-12).penalty(LocalStep(params, anchors, {}))
     assert loss.item() == pytest.approx(0.5, abs=1e-7)
     loss.backward()
     assert params[f"{DEC}.lora_B"].grad is None
@@ -102,7 +102,7 @@ def test_value_and_gradient_equal_the_printed_formula_over_three_steps(scale: st
             name = f"{layer}.lora_{private}"
             drift[layer] = 0.7 * drift[layer] + 0.3 * (moved[name] - anchors[name])
             expected = expected + 0.3 * plain_sor(layer, theirs, anchors, drift[layer], 1e-2, scale == "relative")
-        loss = strategy.penalty(LocalStep(ours, anchors, {}, memory))
+        loss = strategy.penalty(LocalStep(ours, anchors, memory))
         assert torch.allclose(loss, expected, rtol=1e-12)
         loss.backward()
         expected.backward()
@@ -119,7 +119,7 @@ def test_zero_and_finite_at_the_start(zero_b: bool) -> None:
         anchors |= {n: torch.zeros_like(t) for n, t in anchors.items() if n.endswith("lora_B")}
     params, memory = live(anchors), {}
     for _ in range(2):
-        loss = FedIAT(sor_weight=1.0).penalty(LocalStep(params, anchors, {}, memory))
+        loss = FedIAT(sor_weight=1.0).penalty(LocalStep(params, anchors, memory))
         loss.backward()
     assert loss.item() == 0.0
     shared = [params[f"{ENC}.lora_B"], params[f"{DEC}.lora_A"]]
@@ -129,7 +129,7 @@ def test_zero_and_finite_at_the_start(zero_b: bool) -> None:
 def test_zero_gradient_when_only_the_private_factor_stands_still() -> None:
     anchors = factors(ENC)
     params = live({n: t + (0.1 if n.endswith("B") else 0.0) for n, t in anchors.items()})
-    FedIAT(sor_weight=1.0).penalty(LocalStep(params, anchors, {}, {})).backward()
+    FedIAT(sor_weight=1.0).penalty(LocalStep(params, anchors, {})).backward()
     assert torch.equal(params[f"{ENC}.lora_B"].grad, torch.zeros(5, 2, dtype=torch.float64))
 
 
@@ -137,17 +137,17 @@ def test_equal_layers_add_up_and_other_shapes_are_grouped_apart() -> None:
     layers = [f"image_encoder.blocks.{i}.attn.qkv" for i in range(3)]
     anchors = {n: t for layer in layers for n, t in factors(layer, seed=1).items()} | factors(DEC, out=7, inner=3, seed=4)
     params = {n: t + 0.1 * torch.arange(t.numel()).double().reshape(t.shape) for n, t in anchors.items()}
-    whole = FedIAT(sor_weight=1.0).penalty(LocalStep(params, anchors, {}, {}))
+    whole = FedIAT(sor_weight=1.0).penalty(LocalStep(params, anchors, {}))
 
     def part(layer: str) -> Tensor:
         own = {n: t for n, t in params.items() if n.startswith(layer)}
-        return FedIAT(sor_weight=1.0).penalty(LocalStep(own, anchors, {}, {}))
+        return FedIAT(sor_weight=1.0).penalty(LocalStep(own, anchors, {}))
 
     assert torch.allclose(whole, 3 * part(layers[0]) + part(DEC))
 
 
 def test_weight_zero_switches_sor_off() -> None:
-    assert FedIAT(sor_weight=0.0).penalty(LocalStep({}, {}, {}, {})) is None
+    assert FedIAT(sor_weight=0.0).penalty(LocalStep({}, {}, {})) is None
 
 
 def test_a_relative_epsilon_does_not_see_the_scale_of_the_factors() -> None:
@@ -160,7 +160,7 @@ def test_a_relative_epsilon_does_not_see_the_scale_of_the_factors() -> None:
     for scale in ("relative", "absolute"):
         strategy = FedIAT(sor_weight=1.0, eps_scale=scale)
         both = [({n: t * c for n, t in moved.items()}, {n: t * c for n, t in anchors.items()}) for c in (1.0, 1e-3)]
-        found[scale] = [float(strategy.penalty(LocalStep(params, start, {}, {}))) for params, start in both]
+        found[scale] = [float(strategy.penalty(LocalStep(params, start, {}))) for params, start in both]
     assert found["relative"][0] == pytest.approx(found["relative"][1], rel=1e-6)
     assert found["absolute"][1] < 1e-3 * found["absolute"][0]
 

@@ -160,18 +160,18 @@ def test_order_of_arrival_changes_nothing() -> None:
 def test_the_pull_is_minus_the_cosine_over_all_low_adapters_together() -> None:
     strategy, anchors = FedSCA(low=2, pull=0.5), start()
     params = {n: t.clone().requires_grad_() for n, t in start(1).items()}
-    loss = strategy.penalty(LocalStep(params, anchors, {}, {}))
+    loss = strategy.penalty(LocalStep(params, anchors, {}))
     small = [{n: 1e-3 * t.detach() for n, t in values.items()} for values in (params, anchors)]
-    assert strategy.penalty(LocalStep(*small, {}, {})).item() == pytest.approx(loss.item(), rel=1e-4)
+    assert strategy.penalty(LocalStep(*small, {})).item() == pytest.approx(loss.item(), rel=1e-4)
     now, then = (torch.cat([v[n].detach().flatten() for n in NAMES[:2]]) for v in (params, anchors))
     assert loss.item() == pytest.approx(-0.5 * float(now @ then / (now.norm() * then.norm())), rel=1e-5)
     loss.backward()
     assert params[NAMES[1]].grad.abs().sum() > 0
     assert params[NAMES[2]].grad is None
     still = {n: t.clone().requires_grad_() for n, t in anchors.items()}
-    strategy.penalty(LocalStep(still, anchors, {}, {})).backward()
+    strategy.penalty(LocalStep(still, anchors, {})).backward()
     assert still[NAMES[0]].grad.abs().max() < 1e-6
-    assert FedSCA(pull=0.0).penalty(LocalStep(params, anchors, {}, {})) is None
+    assert FedSCA(pull=0.0).penalty(LocalStep(params, anchors, {})) is None
 
 
 @pytest.fixture(scope="module")

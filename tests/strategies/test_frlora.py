@@ -92,7 +92,7 @@ def test_every_round_goes_into_the_weights_once_and_reaches_everybody() -> None:
         widths.append(len(received[f"{LAYER}.tail_A"]))
         assert torch.equal(state.shared[B], torch.from_numpy(b0).float())
     assert widths == [4, INTO, INTO, INTO]  # r more a round, one matrix from where (out + in) k reaches out * in
-    assert strategy.download_numbers(strategy.payload(state, info), info) == RANK * (OUT + INTO) + 12 + OUT * INTO
+    assert strategy.download_numbers(state, info) == RANK * (OUT + INTO) + 12 + OUT * INTO
 
 
 def test_a_tail_that_takes_as_many_numbers_as_the_layer_becomes_one_matrix() -> None:

@@ -18,7 +18,7 @@ from consilium.runtime.engine import simulate
 from consilium.server.aggregation import RoundAggregate
 from consilium.strategies.flexlora import FlexLoRA
 from consilium.strategies.flora import FLoRA
-from consilium.strategies.unequal_ranks import Tier, UnequalRanks
+from consilium.strategies.unequal_ranks import Tier, UnequalRanks, at_one_rank
 from tests.conftest import small_config
 from tests.strategies.scripted import update_of
 
@@ -42,7 +42,7 @@ def dense(tensors: Tensors) -> np.ndarray:
 @pytest.mark.parametrize("kind", [FLoRA, FlexLoRA])
 def test_one_rank_at_all_sites_against_dense_weights(kind: type[UnequalRanks]) -> None:
     """FLoRA: W += sum p_k B_k A_k, sites start from B = 0 beside W. FlexLoRA: W = sum p_k B_k A_k, sites start from its SVD."""
-    strategy = kind().at_rank(RANK)
+    strategy = at_one_rank(kind(), RANK)
     state = strategy.initialize(
         {A: torch.randn(RANK, INTO, generator=torch.Generator().manual_seed(0)), B: torch.zeros(OUT, RANK)}
     )

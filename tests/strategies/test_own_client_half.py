@@ -101,6 +101,6 @@ def test_training_begins_with_all_that_was_loaded_and_the_first_failure_is_kept(
     assert report.failure is None
     with pytest.raises(ConfigError, match=r"calls fit\(\) more than 1 times") as first:
         trainer.fit()
-    with pytest.raises(ConfigError, match="calls probe"):
+    with pytest.raises(ConfigError, match="calls gradient_probe"):
         trainer.gradient_probe()
     assert report.failure is first.value

@@ -54,7 +54,7 @@ def ours(site: str, sent: Payload, strategy: Scaffold, **training: object) -> Pa
 
     class Trained(Scripted):
         def fit(self, names: object = None, **options: Any) -> None:
-            train(model, Bowl(site), {"w": model.w}, {"w"}, config, 0, lambda step: None, {}, lambda done: None, **options)
+            train(model, Bowl(site), {"w": model.w}, {"w"}, config, 0, lambda step: None, lambda done: None, **options)
             super().fit(names)
 
         def values(self) -> Tensors:

@@ -143,7 +143,7 @@ def test_hetlora_prunes_a_site_whose_last_ranks_have_faded() -> None:
     after = strategy.aggregate(state, {"fades": SiteResult(update, 1, again, site)})
     assert [strategy.rank_of(after, SiteInfo(name, 1)) for name in ("fades", "grows")] == [3, 7]
     params = {n: t.clone().requires_grad_() for n, t in strategy.payload(state, SiteInfo("grows", 1)).tensors.items()}
-    penalty = strategy.penalty(LocalStep(params, params, {}, {}))
+    penalty = strategy.penalty(LocalStep(params, params, {}))
     pairs = [factors(params, layer) for layer in shapes(params)]
     expected = 0.1 * sum(b[:, 5:].norm() * a[5:].norm() for b, a in pairs)
     torch.testing.assert_close(penalty, expected)
@@ -170,14 +170,14 @@ def test_hetlora_s_penalty_leaves_a_rank_alone(rank: int, expected: float) -> No
     a = torch.tensor([[3.0, 4.0], [0.0, 3.0], [6.0, 0.0]])[:rank]
     b = torch.tensor([[2.0, 2.0, 0.0], [0.0, 0.0, 1.0]])[:, :rank]
     params = {"model.layers.0.q_proj.lora_A": a, "model.layers.0.q_proj.lora_B": b}
-    found = HetLoRA(prune=0.5, prune_weight=0.5).penalty(LocalStep(params, params, {}, {}))
+    found = HetLoRA(prune=0.5, prune_weight=0.5).penalty(LocalStep(params, params, {}))
     assert found is not None
     assert float(found) == pytest.approx(expected)
 
 
 def test_hetlora_s_penalty_has_a_finite_gradient_at_zero() -> None:
     params = {n: torch.zeros_like(t).requires_grad_() for n, t in initial().items()}
-    HetLoRA(prune_weight=1.0).penalty(LocalStep(params, params, {}, {})).backward()
+    HetLoRA(prune_weight=1.0).penalty(LocalStep(params, params, {})).backward()
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in params.values())
 
 
@@ -222,6 +222,14 @@ def test_fedhomolora_is_fedit_at_the_lowest_rank() -> None:
         state, same = play(strategy, state, SITES), play(plain, same, SITES)
         assert state.shared.keys() == same.shared.keys()
         assert all(torch.equal(t, same.shared[n]) for n, t in state.shared.items())
+
+
+def test_fedhomolora_trains_at_least_one_rank_of_the_tiers_that_sites_have() -> None:
+    below_one = FedHomoLoRA(tiers={"all": Tier(0.5, 2)}, profile={"all": 1.0})
+    unused = FedHomoLoRA(tiers={"low": Tier(1, 2), "high": Tier(3, 3)}, profile={"low": 0.0, "high": 1.0})
+    for strategy, rank in ((below_one, 1), (unused, 3)):
+        state = strategy.initialize(initial())
+        assert {len(t) for n, t in state.shared.items() if n.endswith(".lora_A")} == {rank}
 
 
 def test_flora_draws_new_factors_every_round() -> None:

@@ -1,6 +1,7 @@
 """Volumes and pictures whose prediction is known: the model answers where its picture is bright."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ from torch import Tensor, nn
 
 from consilium.data.datalist import read_datalist
 from consilium.data.planes_and_tiles import expand
+from consilium.tasks.base import Batch, Task
 from consilium.tasks.segmentation import SegmentationConfig
 from consilium.tasks.segmentation.task import SegmentationTask
+from consilium.training import loop
+from consilium.training.device import CPU
 
 
 class Bright(nn.Module):
@@ -52,3 +56,8 @@ def task_of(folder: Path, entries: list[dict[str, Any]], side: int = 8, **settin
 def evaluated(task: SegmentationTask, batch_size: int = 3) -> dict[str, float]:
     """Return the closing metrics of Bright."""
     return task.evaluate(Bright(len(task.classes)), "test", batch_size, full=True)
+
+
+def batches(task: Task, batch_size: int, seed: int) -> Iterator[Batch]:
+    """Yield the batches of one epoch of the training split."""
+    yield from (call() for call in loop._calls(task, batch_size, seed, CPU))

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from consilium.core.errors import DataError
-from consilium.data.datalist import read_datalist
+from consilium.data.datalist import Loading, read_datalist
 from consilium.data.text import Text
 from consilium.tasks.base import evaluating
 from consilium.tasks.classification import ClassificationConfig, metric_names
@@ -25,8 +26,8 @@ from consilium.tasks.classification.task import (
     score,
 )
 from consilium.tasks.registry import TASKS
-from consilium.training.loop import batches
 from tests.conftest import small_cells
+from tests.tasks.scoring import batches
 
 CLASSES = ["round", "long", "spiky"]
 
@@ -254,6 +255,30 @@ def test_a_patient_s_class_is_that_of_its_mean_probability(tmp_path: Path) -> No
     mean = (0.6 + 0.6 + 0.05) / 3
     assert found["loss"] == pytest.approx(-(np.log(1 - mean) + np.log(0.9)) / 2, rel=1e-5)
     assert (found["accuracy_low"], found["accuracy_high"]) == (1, 1)
+
+
+def damaged_first(task: ClassificationTask, folder: Path, by_patient: bool) -> ClassificationTask:
+    """Return the task on a list that skips bad samples, whose first picture is damaged."""
+    data = replace(task.data, loading=Loading(skip=True))
+    (folder / "0.png").write_bytes(b"no picture")
+    return ClassificationTask(data, task.classes, 8, False, by_patient=by_patient)
+
+
+def test_a_patient_without_a_readable_picture_is_not_scored(tmp_path: Path) -> None:
+    """Patient a's one picture is damaged. Patient b is right, c wrong."""
+    task = damaged_first(by_patient(tmp_path, ["a", "b", "c", "b"], ["dark", "dark", "light", "dark"]), tmp_path, True)
+    found = task.evaluate(Table([[1.0, 0.0]] * 4), "test", 3, full=True)
+    assert (found["accuracy"], found["n"], found["accuracy_low"], found["accuracy_high"]) == (0.5, 2, 0.0, 1.0)
+    assert task.scored is not None
+    assert task.scored.names == ("1.png", "2.png")
+
+
+def test_the_pictures_of_one_patient_have_no_interval(tmp_path: Path) -> None:
+    """Of two patients the first has no readable picture."""
+    task = damaged_first(by_patient(tmp_path, ["a", "b", "b"], ["dark"] * 3), tmp_path, False)
+    found = task.evaluate(Table([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]), "test", 3, full=True)
+    assert (found["accuracy"], found["n"]) == (0.5, 2)
+    assert "accuracy_low" not in found
 
 
 def test_probabilities_of_nothing_leave_a_finite_loss(tmp_path: Path) -> None:

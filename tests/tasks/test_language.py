@@ -20,7 +20,8 @@ from consilium.data.text import Text
 from consilium.federation.job_assembly import assemble_job, build_model
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
 from consilium.tasks.language import LanguageConfig, metric_names
-from consilium.tasks.language.task import LanguageTask, token_losses
+from consilium.tasks.language.losses import token_losses
+from consilium.tasks.language.task import LanguageTask
 from consilium.tasks.language.tokens import IGNORED, Encoder
 from tests.conftest import small_text
 from tests.models.folders import config_of, save_folder
@@ -110,6 +111,16 @@ class Beginning:
         return type(
             "Encoding", (), {"input_ids": [1] * add_special_tokens + [int(word) if word.isdigit() else 3 for word in words]}
         )
+
+
+def test_an_empty_prompt_has_a_finite_loss_and_an_answer() -> None:
+    """Token 1 begins it, although this tokenizer begins no text itself; 2 ends the answer. All of the answer is learned."""
+    task = make_task(text("", "yes"), text("", ""), prompt="{instruction}", evaluate="generation", max_new_tokens=4)
+    ids = [TOKENIZER("yes").input_ids, []]
+    assert [(pair.ids, pair.labels) for pair in task._pairs["test"]] == [([1, *own, 2], [IGNORED, *own, 2]) for own in ids]
+    found = task.evaluate(build_causal_lm("tiny", None), "test", 2, full=True)
+    assert math.isfinite(found["loss"])
+    assert "rouge_l" in found
 
 
 def test_a_long_answer_leaves_half_of_the_length_to_the_prompt_and_loses_its_end() -> None:
@@ -265,6 +276,15 @@ def test_the_final_evaluation_says_how_many_and_how_sure_over_patients(monkeypat
         assert (found["n"], found["accuracy_low"], found["accuracy_high"]) == (3, low, 1)
         assert found["loss_low"] == pytest.approx(found["loss"]) == found["loss_high"]
         assert found.keys() == metric_names(task.config)
+
+
+def test_questions_about_one_picture_have_no_interval() -> None:
+    """Without patients the pictures are drawn: two questions about one picture are one unit."""
+    one, other = Path("one.png"), Path("other.png")
+    for images, has_interval in (((one, one), False), ((one, other), True)):
+        records = [Text(f"test.jsonl:{n}", "what", "", ("yes",), image=image) for n, image in enumerate(images)]
+        found = make_task(*records).evaluate(Uniform(), "test", 2, full=True)
+        assert ("loss_low" in found) is has_interval
 
 
 def test_exact_match_of_final_answers_in_the_final_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:

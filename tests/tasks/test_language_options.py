@@ -63,6 +63,19 @@ def make_task(texts: tuple[Text, ...], quiet: bool = False, length: int = 256, *
     return LanguageTask(data, TOKENIZER, length, LanguageConfig(name="language", evaluate="options", **options))
 
 
+def test_options_after_an_empty_prompt_follow_the_begin_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a prompt of blanks alone, of which the first stays a prompt."""
+    model, seen = build_causal_lm("tiny", None), list[Any]()
+    monkeypatch.setattr(language, "log_likelihoods", lambda *given: seen.append(given) or [[0.0, 0.0]] * 2)
+    blank = "  \n "
+    texts = tuple(Text(f"test.jsonl:{n}", ask, "", ("sun",), labels=("sun", "car")) for n, ask in enumerate(("", blank)))
+    make_task(texts, prompt="{instruction}").evaluate(model, "test", 2)
+    blanks, (_, _, prompts, options, _) = TOKENIZER(blank).input_ids, seen[0]
+    assert prompts == [[1], blanks[:1]]
+    words = [TOKENIZER(word).input_ids for word in ("sun", "car")]
+    assert options == [words, [[*blanks[1:], *word] for word in words]]
+
+
 def test_options_are_ranked_as_lm_evaluation_harness_ranks_them(monkeypatch: pytest.MonkeyPatch) -> None:
     model, seen = build_causal_lm("tiny", None), list[list[list[float]]]()
     whole = language.log_likelihoods

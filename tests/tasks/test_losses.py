@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from consilium.models.causal_lm.network import build_causal_lm
-from consilium.tasks.language.losses import learned_positions, losses_at
-from consilium.tasks.language.task import mean_loss, token_losses
+from consilium.tasks.language.losses import learned_positions, losses_at, mean_loss, token_losses
 from consilium.tasks.language.tokens import IGNORED
 
 LABELS = torch.tensor([[IGNORED, IGNORED, 5, 6, 7], [IGNORED, 3, 4, IGNORED, IGNORED]])

@@ -12,12 +12,12 @@ from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.federation.job_assembly import build_model, build_task
-from consilium.tasks.language.losses import group_by_length, pack
-from consilium.tasks.language.task import LanguageTask, mean_loss, token_losses
+from consilium.tasks.language.losses import group_by_length, mean_loss, pack, token_losses
+from consilium.tasks.language.task import LanguageTask
 from consilium.tasks.language.tokens import IGNORED
 from consilium.training.gradient_probe import WithFeatures
-from consilium.training.loop import batches
 from tests.conftest import small_text
+from tests.tasks.scoring import batches
 
 
 @pytest.fixture(scope="module")

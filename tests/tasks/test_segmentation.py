@@ -16,7 +16,7 @@ from consilium.tasks.segmentation import SEGMENTATION, SegmentationConfig, Segme
 from consilium.tasks.segmentation.prompts import boxes, points
 from consilium.tasks.segmentation.task import DRAWN, SegmentationTask
 from consilium.tasks.segmentation.unit_scores import overlap_counts, overlaps
-from consilium.training.loop import batches
+from tests.tasks.scoring import batches
 
 
 class Fixed(nn.Module):

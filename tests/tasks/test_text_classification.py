@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError, DataError
 from consilium.core.storage import checkpoint_hash
+from consilium.data.datalist import Loading
 from consilium.estimates.compute import flops_per_sample, memory_of
 from consilium.federation.job_assembly import assemble_job, build_model, build_task
 from consilium.runtime.engine import simulate
@@ -287,6 +289,24 @@ def test_a_text_without_a_token_has_a_finite_loss(features: str, tmp_path: Path)
     torch.nn.init.normal_(model.get_submodule("head").weight)  # type: ignore[arg-type]
     for rows in ([0], [0, 1]):
         assert torch.isfinite(task.loss(model, task.batch(rows, 0)))
+
+
+def test_a_text_without_a_class_of_the_job_is_neither_learned_nor_scored(tmp_path: Path) -> None:
+    """In a job with privacy an error would reveal that a site has such a text."""
+    config, folder = job(save_encoder(tmp_path / "base"), features="mean"), reports(tmp_path / "data")
+    lines = {split: (folder / f"{split}.jsonl").read_text().splitlines() for split in ("training", "test")}
+    for split, (first, second, *rest) in lines.items():
+        changed = json.dumps(json.loads(second) | {"label": "unknown"})
+        (folder / f"{split}.jsonl").write_text("\n".join([first, changed, *rest]) + "\n")
+    model: Any = build_model(config, SiteConfig())
+    torch.nn.init.normal_(model.head.weight)
+    data = replace(TASKS["classification"].read(folder), loading=Loading(ignore_unfit=True))
+    task = build_task(config, data)
+    assert task.batch(range(4), 0)["label"].tolist() == [0, 2, 0]
+    assert task.batch([1], 0) == {}
+    found = task.evaluate(model, "test", 4, full=True)
+    assert found["n"] == 5
+    assert sum(value for name, value in found.items() if name.startswith("confusion/")) == 5
 
 
 def test_the_table_names_texts_too(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_a_compiled_round_is_the_round(make: Callable[..., JobConfig], tmp_path:
         model, task = build_model(job, SiteConfig()), build_task(job, load_site_data(job, "site-1", SiteConfig(), tmp_path))
         params = adapter_state.tensors(model)
         adapter_state.load(model, {n: adapter_state.initial_tensor(n, tuple(t.shape), 0) for n, t in params.items()})
-        loss = train(model, task, params, set(params), job.training, 0, lambda step: None, {}, lambda done: None)["loss"]
+        loss = train(model, task, params, set(params), job.training, 0, lambda step: None, lambda done: None)["loss"]
         assert all(module._compiled_call_impl is None for module in model.modules())
         found.append((loss, adapter_state.values(model)))
     (loss, values), (other, others) = found

@@ -49,7 +49,7 @@ def config(**options: object) -> TrainingConfig:
 
 def run(model: Line, trained: set[str], seed: int = 0, penalty=lambda step: None, **options: object) -> dict[str, float]:  # noqa: ANN001
     params = dict(model.named_parameters())
-    return train(model, LineTask(), params, trained, config(**options), seed, penalty, {}, lambda progress: None)
+    return train(model, LineTask(), params, trained, config(**options), seed, penalty, lambda progress: None)
 
 
 def test_a_seed_fixes_everything_and_another_changes_it() -> None:
@@ -170,7 +170,7 @@ def rounds(count: int, kept: dict[str, Tensor] | None, dp: DpSgd | None = None, 
     for seed in range(count):
         settings = config(local_steps=2, batch_size=8, **options)
         watch, params = (lambda progress: None), dict(model.named_parameters())
-        train(model, LineTask(), params, set(params), settings, seed, lambda step: None, {}, watch, dp, kept)
+        train(model, LineTask(), params, set(params), settings, seed, lambda step: None, watch, dp, kept)
     return model.layer.weight.detach()
 
 
@@ -211,7 +211,7 @@ def test_what_a_phase_does_not_train_keeps_its_state() -> None:
     counts = []
     for trained in ("b", "a", "b"):
         params = dict(model.named_parameters())
-        train(model, LineTask(), params, {trained}, config(), 0, lambda step: None, {}, lambda done: None, None, kept)
+        train(model, LineTask(), params, {trained}, config(), 0, lambda step: None, lambda done: None, None, kept)
         counts.append({name: int(kept[f"{name}/step"]) for name in "ab" if f"{name}/step" in kept})
     assert counts == [{"b": 4}, {"a": 4, "b": 4}, {"a": 4, "b": 8}]
     assert kept.keys() == {f"{name}/{field}" for name in "ab" for field in ("step", "exp_avg", "exp_avg_sq")}
@@ -230,7 +230,7 @@ def test_correction_follows_the_learning_rate() -> None:
     flat = type("Flat", (LineTask,), {"loss": lambda self, model, batch: (0 * model.a).sum()})()
     settings, correction = config(optimizer="sgd", local_steps=3, schedule="cosine"), {"a": torch.tensor([2.0, -4.0])}
     watch = lambda progress: seen.append(model.a[0].item())  # noqa: E731
-    train(model, flat, params, {"a"}, settings, 0, lambda step: None, {}, watch, correction=correction)
+    train(model, flat, params, {"a"}, settings, 0, lambda step: None, watch, correction=correction)
     assert seen == pytest.approx([1 + 1, 1 + 1.75, 1 + 2])
     assert model.a.tolist() == pytest.approx([3.0, -2.0])
 

@@ -50,7 +50,7 @@ def test_no_step_waits_for_the_device(make: Callable[..., JobConfig], seldom: No
     model, task = build_model(job, SiteConfig()), build_task(job, load_site_data(job, "site-1", SiteConfig(), tmp_path))
     params, seen = adapter_state.tensors(model), list[Progress]()
     with Waits() as found:
-        train(model, task, params, set(params), job.training, 0, lambda step: None, {}, seen.append)
+        train(model, task, params, set(params), job.training, 0, lambda step: None, seen.append)
     assert found.count == 0
     assert [progress.loss is not None for progress in seen] == [False, False, True]
 
@@ -65,7 +65,7 @@ def test_the_counter_counts() -> None:
 def end(**options: Any) -> tuple[dict[str, float], Tensor, list[Progress]]:
     model, seen = Line(), list[Progress]()
     params, settings = dict(model.named_parameters()), config(**options)
-    found = train(model, LineTask(), params, {"a", "b"}, settings, 3, lambda step: None, {}, seen.append)
+    found = train(model, LineTask(), params, {"a", "b"}, settings, 3, lambda step: None, seen.append)
     return found, model.a.detach(), seen
 
 
@@ -89,7 +89,7 @@ def test_private_steps_add_up_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         model = Slope()
         params, half = dict(model.named_parameters()), DpSgd(noise_multiplier=0.0, clip=1e6, sample_rate=0.5, seed=0)
         steps = config(local_steps=6)
-        sums.append(train(model, LineTask(), params, set(params), steps, 0, lambda s: None, {}, lambda p: None, half)["loss"])
+        sums.append(train(model, LineTask(), params, set(params), steps, 0, lambda s: None, lambda p: None, half)["loss"])
     assert sums[0] == sums[1]
 
 
@@ -98,7 +98,7 @@ def test_a_loss_that_was_not_looked_at_stops_the_round_all_the_same(seldom: None
     model = Line()
     params, wild = dict(model.named_parameters()), config(lr=1000.0, optimizer="sgd", momentum=0.9, local_steps=50)
     with pytest.raises(ConsiliumError, match=r"training\.lr: 1000\.0: the loss became (inf|nan); lower it"):
-        train(model, LineTask(), params, {"a", "b"}, wild, 0, lambda step: None, {}, lambda done: None, None, kept)
+        train(model, LineTask(), params, {"a", "b"}, wild, 0, lambda step: None, lambda done: None, None, kept)
     assert kept == {}  # what the optimizer remembers of it is thrown away
 
 
@@ -110,7 +110,7 @@ def test_a_last_loss_that_is_not_finite_never_reaches_the_optimizer(
     model = Line()
     params = dict(model.named_parameters())
     with pytest.raises(ConsiliumError, match="the loss became"):
-        train(model, LineTask(), params, {"a"}, config(local_steps=1), 0, lambda step: None, {}, lambda done: None)
+        train(model, LineTask(), params, {"a"}, config(local_steps=1), 0, lambda step: None, lambda done: None)
     assert model.a.tolist() == [1.0, 2.0]
 
 

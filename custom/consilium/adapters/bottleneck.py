@@ -9,6 +9,7 @@ it after the MLP.) M_u = 0 at the start, so the model then equals its base.
 import json
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from consilium.adapters import adapter_state
 from consilium.adapters.kinds import BottleneckConfig
 from consilium.adapters.names import PLACES, bottleneck_count
 from consilium.adapters.registry import Shapes
-from consilium.adapters.trained_base_parameters import decoder_names
+from consilium.adapters.trained_base_parameters import trainable_decoder
 from consilium.core.errors import ConfigError
 from consilium.core.storage import write_atomic
 from consilium.models.registry import ModelKind
@@ -75,18 +76,22 @@ def inject(model: nn.Module, config: BottleneckConfig, base: ModelKind) -> None:
     """
     names = list(shapes(model, config, base))
     for block in _blocks(model):
-        _hook_adapters(block, block.norm1.normalized_shape[0], config.width)
-    adapter_state.freeze_base(model, names, decoder_names(model, config.decoder))
+        size = block.norm1.normalized_shape[0]
+        for place in PLACES:
+            adapter = Bottleneck(size, config.width or size // 4, skip=place != "adapter_mlp")
+            block.add_module(place, adapter.to(block.norm1.weight))
+        # By hooks the base's modules keep their names and code. With partials the hooks of a copied model use the copied block.
+        block.attn.register_forward_hook(partial(_adapt_attention, block))
+        block.mlp.register_forward_hook(partial(_adapt_mlp, block))
+    adapter_state.freeze_base(model, names, trainable_decoder(model, config))
 
 
-def _hook_adapters(block: Any, features: int, width: int | None) -> None:
-    """Add the adapters to a block through hooks, so that the base's modules keep their names and code."""
-    for place in PLACES:
-        block.add_module(
-            place, Bottleneck(features, width or features // 4, skip=place != "adapter_mlp").to(block.norm1.weight)
-        )
-    block.attn.register_forward_hook(lambda module, args, output: block.adapter_attention(output))
-    block.mlp.register_forward_hook(lambda module, args, output: block.adapter_output(output) + block.adapter_mlp(args[0]))
+def _adapt_attention(block: Any, attention: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return block.adapter_attention(output)  # type: ignore[no-any-return]
+
+
+def _adapt_mlp(block: Any, mlp: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return block.adapter_output(output) + block.adapter_mlp(args[0])  # type: ignore[no-any-return]
 
 
 def export(folder: Path, values: Mapping[str, Tensor], config: BottleneckConfig, base: ModelKind, name: str) -> None:

@@ -19,7 +19,7 @@ from consilium.adapters import adapter_state, lora
 from consilium.adapters.kinds import DualRankConfig, LoraConfig
 from consilium.adapters.names import GATE, TAIL, factor, is_frozen_part, is_head, prepare_linear_layers
 from consilium.adapters.registry import Shapes
-from consilium.adapters.trained_base_parameters import decoder_names
+from consilium.adapters.trained_base_parameters import trainable_decoder
 from consilium.core.errors import CheckpointError
 from consilium.models.registry import ModelKind
 from consilium.models.weight_files import save_tensors
@@ -150,13 +150,13 @@ def shapes(model: nn.Module, config: LoraConfig | DualRankConfig, base: ModelKin
 
 def inject(model: nn.Module, config: LoraConfig | DualRankConfig, base: ModelKind) -> None:
     """Freeze `model` except its head and a decoder that trains; wrap every targeted layer in a DualRank."""
-    decoder = config.decoder if isinstance(config, LoraConfig) else "freeze"
     ranks = {n.removesuffix(".lora_A"): shape[0] for n, shape in shapes(model, config, base).items() if factor(n) == "A"}
     for name, most in ranks.items():
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)  # as `shapes` has found it
         adapter_state.replace(model, name, DualRank(layer, most, config.product_scaling, config.dropout))
-    adapter_state.freeze_base(model, [n for n, _ in model.named_parameters() if factor(n)], decoder_names(model, decoder))
+    decoder = trainable_decoder(model, config) if isinstance(config, LoraConfig) else []
+    adapter_state.freeze_base(model, [n for n, _ in model.named_parameters() if factor(n)], decoder)
 
 
 def merge(model: nn.Module) -> None:

@@ -28,7 +28,7 @@ from consilium.adapters.names import (
     prepare_linear_layers,
 )
 from consilium.adapters.registry import Shapes
-from consilium.adapters.trained_base_parameters import DECODER, decoder_names
+from consilium.adapters.trained_base_parameters import DECODER, trainable_decoder
 from consilium.core.errors import ConfigError
 from consilium.models.registry import ModelKind, TargetSet, pattern_of
 from consilium.models.weight_files import HEAD_FILE, save_tensors
@@ -72,7 +72,7 @@ def inject(model: nn.Module, config: LoraConfig, base: ModelKind) -> None:
     inject_adapter_in_model(_peft_config(config.rank, config.plain_alpha, whole, config.dropout, config.dora), model)
     factors = [n for n, _ in model.named_parameters() if ".lora_A." in n or ".lora_B." in n]
     magnitudes = [f"{BASE}.{n}" for n, _ in model.named_parameters() if is_magnitude(n)]
-    adapter_state.freeze_base(model, factors, [*decoder_names(model, config.decoder), *magnitudes])
+    adapter_state.freeze_base(model, factors, [*trainable_decoder(model, config), *magnitudes])
 
 
 def scale(model: nn.Module, config: LoraConfig, factor: float) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from consilium.adapters import adapter_state
 from consilium.adapters.kinds import BottleneckConfig, FullConfig, LoraConfig
 from consilium.adapters.names import BASE, WHOLE_BASE, is_head
-from consilium.adapters.registry import Decoder, Shapes
+from consilium.adapters.registry import Shapes
 from consilium.core.errors import ConfigError
 from consilium.models.registry import ModelKind
 from consilium.models.weight_files import save_tensors
@@ -21,22 +21,17 @@ DECODER = "mask_decoder."
 """Prefix of the mask decoder's parameter names."""
 
 
-def decoder_names(model: nn.Module, decoder: Decoder) -> list[str]:
+def trainable_decoder(model: nn.Module, config: LoraConfig | BottleneckConfig) -> list[str]:
     """Return the adapter tensors' names for the mask decoder's parameters; [] if it is frozen.
 
     Raises ConfigError if the model has no mask decoder.
     """
-    if decoder == "freeze":
+    if config.decoder == "freeze":
         return []
     found = [f"{BASE}.{name}" for name, _ in model.named_parameters() if name.startswith(DECODER)]
     if not found:
-        raise ConfigError(f"adapter.decoder: {decoder!r}: the model has no mask decoder; use freeze, or model sam")
+        raise ConfigError(f"adapter.decoder: {config.decoder!r}: the model has no mask decoder; use freeze, or model sam")
     return found
-
-
-def trainable_decoder(model: nn.Module, config: LoraConfig | BottleneckConfig) -> list[str]:
-    """See AdapterKind.trainable_base."""
-    return decoder_names(model, config.decoder)
 
 
 # kind full ---------------------------------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ class Trainer:
         memory = self._optimizer if config.optimizer_state == "kept" else None
         with peak_memory(next(context.model.parameters()).device) as peak:
             found = train(
-                context.model, task, params, trained, config, seed, penalty, payload.scalars, on_progress, private, memory,
+                context.model, task, params, trained, config, seed, penalty, on_progress, private, memory,
                 correction, context.backward,
             )  # fmt: skip
         return found | peak
@@ -153,9 +153,10 @@ class Trainer:
         context, share = self._context, self._context.strategy.traits.probe_fraction
         with self._record_failure():
             if context.config.dpsgd is not None:
-                raise self._no_charge_error("probe()", context.config.dpsgd.unit)
+                raise self._no_charge_error("gradient_probe()", context.config.dpsgd.unit)
             if not share:
-                raise self._strategy_error("calls probe()", "set traits.probe_fraction to the share of the data that it reads")
+                remedy = "set traits.probe_fraction to the share of the data that it reads"
+                raise self._strategy_error("calls gradient_probe()", remedy)
             seed = context.seed("look", self._payload)
             return BatchGradients(context.model, context.task, context.config.training, seed, share)
 

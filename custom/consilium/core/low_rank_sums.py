@@ -73,8 +73,8 @@ def zero_update(out: int, into: int, dtype: "torch.dtype | None" = None) -> Upda
     return Update(torch.zeros(out, 0, dtype=dtype), torch.zeros(0, into, dtype=dtype))
 
 
-def weighted_sum_of_changes(changes: Sequence[Change], scale: float) -> Product:
-    """Return sum_i p_i s (B_i A_i - B0_i A0_i) (FedHera, Eq. 10) as one product, exact and without cancellation.
+def weighted_sum_of_changes(changes: Sequence[Change]) -> Product:
+    """Return sum_i p_i (B_i A_i - B0_i A0_i) (FedHera, Eq. 10) as one product, exact and without cancellation.
 
     Each term is dB A + B0 dA. The starts of one round's sites are prefixes of one another and share their B0. So the width is
     the sum of the ranks plus the largest rank, not twice the sum. The result depends in its last bits on the order of
@@ -83,7 +83,7 @@ def weighted_sum_of_changes(changes: Sequence[Change], scale: float) -> Product:
     lefts, rights = [], []
     bases: list[Product] = []
     for change in sorted(changes, key=lambda c: -c.start[0].shape[1]):
-        (b0, a0), (b, a), weight = change.start, change.end, change.weight * scale
+        (b0, a0), (b, a), weight = change.start, change.end, change.weight
         lefts.append((b - b0) * weight)
         rights.append(a)
         base = next((known for known in bases if torch.equal(known[0][:, : b0.shape[1]], b0)), None)
@@ -94,9 +94,9 @@ def weighted_sum_of_changes(changes: Sequence[Change], scale: float) -> Product:
     return torch.cat([*lefts, *(b for b, _ in used)], 1), torch.cat([*rights, *(a for _, a in used)])
 
 
-def weighted_sum_of_products(changes: Sequence[Change], scale: float) -> Product:
-    """Return sum_i p_i s B_i A_i as one product, without subtracting the starts."""
-    return torch.cat([c.end[0] * (c.weight * scale) for c in changes], 1), torch.cat([c.end[1] for c in changes])
+def weighted_sum_of_products(changes: Sequence[Change]) -> Product:
+    """Return sum_i p_i B_i A_i as one product, without subtracting the starts."""
+    return torch.cat([c.end[0] * c.weight for c in changes], 1), torch.cat([c.end[1] for c in changes])
 
 
 def add(update: Update, change: Product) -> Update:
@@ -186,13 +186,13 @@ def squared_norm(dense: Tensor) -> float:
 # sites ----------------------------------------------------------------------------------------------------------------
 
 
-def balanced_factors(found: Spectrum, rank: int, scale: float, initial: Tensor) -> Product:
-    """Return B = U (S / s)^(1/2) (out, rank) and A = (S / s)^(1/2) V' (rank, in), so that s B A is W truncated to `rank`.
+def balanced_factors(found: Spectrum, rank: int, initial: Tensor) -> Product:
+    """Return B = U S^(1/2) (out, rank) and A = S^(1/2) V' (rank, in), so that B A is W truncated to `rank`.
 
     A direction j with sigma_j = 0 gets B_j = 0 and row j of `initial` (rank or more, in) as A_j. The product stays the same,
     and the direction can learn. The factors of a smaller rank are a prefix of those of a larger rank.
     """
-    root = (found.values[:rank] / scale).sqrt().to(found.left.dtype)
+    root = found.values[:rank].sqrt().to(found.left.dtype)
     rows = torch.where(root[:, None] > 0, root[:, None] * found.right[:rank], initial[:rank].to(root))
     return found.left[:, :rank] * root, rows
 

@@ -53,11 +53,11 @@ def cost_of(strategy: Strategy, initial: Tensors, label: str) -> Cost:
     first = max(1, strategy.traits.warm_up)
     places = strategy.traits.phase_schedule(first, len(strategy.traits.phases))
     trained = {n for place in places for n in initial if strategy.role(n, *place) is not Role.FROZEN}
-    sent = [strategy.payload(replace(start, round=r, phase=p), SiteInfo("site", 1, joined=True)) for r, p in places]
+    site, states = SiteInfo("site", 1, joined=True), [replace(start, round=r, phase=p) for r, p in places]
+    sent = [strategy.payload(state, site) for state in states]
     up = [one.tensors[n] for one in sent for n in strategy.names(one.tensors, Role.SHARED, one.round, one.phase)]
     uploads = {str(number): tensor for number, tensor in enumerate(up)}  # a name may be sent in several phases
-    site = SiteInfo("site", 1, joined=True)
-    down = sum(strategy.download_numbers(one, site) for one in sent)
+    down = sum(strategy.download_numbers(state, site) for state in states)
     joining = strategy.payload(start, SiteInfo("site", 1, joined=False)).tensors
     kept = down - sum(_count(one.tensors.values()) for one in sent)  # numbers that later rounds add, float32
     down_bytes = sum(payload_bytes(one.tensors) for one in sent) + 4 * kept
@@ -152,11 +152,15 @@ def own_cost(job: Job) -> Cost:
 
 
 def compare_unequal(own: UnequalRanks, initial: Tensors) -> list[Cost]:
-    """Return the costs of the job's strategy at each tier, then the mean over its tiers of every strategy for unequal ranks."""
+    """Return the costs of the job's strategy at each tier, then the mean over its tiers of every strategy that allows them."""
     tiers = list(own.weighted_tiers().items())
     rows = [tier_cost(own, initial, tier, f"{own.name} {name}") for name, (tier, _) in tiers]
-    others = [cls(tiers=own.tiers, profile=own.profile) for cls in STRATEGIES.values() if issubclass(cls, UnequalRanks)]
-    for strategy in [own, *(other for other in others if other.name != own.name)]:
+    strategies = [own]
+    for cls in STRATEGIES.values():
+        if issubclass(cls, UnequalRanks) and cls.name != own.name:
+            with suppress(ConfigError):  # only fedhera allows a tier that trains nothing
+                strategies.append(cls(tiers=own.tiers, profile=own.profile))
+    for strategy in strategies:
         costs = [(tier_cost(strategy, initial, tier, ""), share) for _, (tier, share) in tiers]
         numbers = (round(sum(getattr(cost, field) * share for cost, share in costs)) for field in _NUMBERS)
         rows.append(Cost(f"{strategy.name} mean", **dict(zip(_NUMBERS, numbers, strict=True))))
@@ -166,9 +170,10 @@ def compare_unequal(own: UnequalRanks, initial: Tensors) -> list[Cost]:
 def tier_cost(strategy: UnequalRanks, initial: Tensors, tier: Tier, label: str) -> Cost:
     """Return the cost per round of a site of this tier. Stacks that grow (flora) count with their largest size."""
     site = SiteInfo("site", 1, True, {"time": tier.train, "memory": tier.train, "download": tier.download})
-    sent = strategy.payload(strategy.initialize(initial), site)
+    state = strategy.initialize(initial)
+    sent = strategy.payload(state, site)
     up = _count(sent.tensors[n] for n in strategy.names(sent.tensors, Role.SHARED, 0, 0))
-    down = strategy.download_numbers(sent, site)
+    down = strategy.download_numbers(state, site)
     return Cost(label, up, up, down, 4 * up, 4 * down, down)
 
 

@@ -129,9 +129,12 @@ class FedHera(ExactServer):
         """Return the ranks that the site downloads, by layer."""
         return self.download_and_train_ranks(state, site)[0]
 
-    def download_numbers(self, sent: Payload, site: SiteInfo) -> int:
-        """Return the site's whole download budget in numbers. The first round, without an update, downloads less."""
-        return int(self.affordable_ranks(site)["download"] * sum(map(sum, shapes(sent.tensors).values())))
+    def download_numbers(self, state: ServerState, site: SiteInfo) -> int:
+        """Return the numbers of the site's download budget, at most those of all ranks, and those of a head."""
+        sizes = [(sum(shape), len(state.initial[f"{layer}.lora_A"])) for layer, shape in shapes(state.initial).items()]
+        budget = int(self.affordable_ranks(site)["download"] * sum(size for size, _ in sizes))
+        others = sum(tensor.numel() for tensor in non_lora_tensors(state.shared).values())
+        return min(budget, sum(size * most for size, most in sizes)) + others
 
     def site_gate(self, state: ServerState, name: str) -> float:
         """Return a site's gate lambda in this round."""
@@ -157,9 +160,9 @@ class FedHera(ExactServer):
     def merge_layer(self, update: Update, layer: list[Change]) -> Update:
         """Return W plus the sites' weighted changes (residual) or products (literal), or the products alone (replace)."""
         if self.aggregation == "residual":
-            return low_rank_sums.add(update, low_rank_sums.weighted_sum_of_changes(layer, 1.0))
+            return low_rank_sums.add(update, low_rank_sums.weighted_sum_of_changes(layer))
         base = low_rank_sums.zero_update(*update.shape) if self.aggregation == "replace" else update
-        return low_rank_sums.add(base, low_rank_sums.weighted_sum_of_products(layer, 1.0))
+        return low_rank_sums.add(base, low_rank_sums.weighted_sum_of_products(layer))
 
     def sites_after(
         self, state: ServerState, uploads: Mapping[str, SiteResult], updates: Mapping[str, Update]
@@ -179,7 +182,7 @@ class FedHera(ExactServer):
             whole = self.score == "product"  # else the change in the round counts
             products = [
                 [
-                    one.end if whole else low_rank_sums.weighted_sum_of_changes([Change(1.0, one.start, one.end)], 1.0)
+                    one.end if whole else low_rank_sums.weighted_sum_of_changes([Change(1.0, one.start, one.end)])
                     for one in found
                 ]
                 for found in layers.values()
@@ -256,16 +259,14 @@ def gate(
     age: int,
     schedule: Literal["paper", "neutral"] = "paper",
     decay: float = 0.9,
-    tau: float = 2.0,
 ) -> float:
     """Return the gate lambda in [0, 1) that multiplies a site's frozen tail after `completed` rounds (t); 0 for t = 0.
 
     `score`: the site's last alignment s_i in [-1, 1], None before its first report (counts as 0). `age`: rounds since that
-    report (t - t_i; 0 if the site took part in the last round). `paper` (Eq. 12) is 1 - exp(-(t / tau)(1 + s) decay^age), tau =
-    2: a stale site loses its tail. `neutral` is 1 - exp(-(t / tau)(1 + s decay^age)): a stale site returns to the gate of s =
-    0.
+    report (t - t_i; 0 if the site took part in the last round). `paper` (Eq. 12) is 1 - exp(-(t / 2)(1 + s) decay^age): a stale
+    site loses its tail. `neutral` is 1 - exp(-(t / 2)(1 + s decay^age)): a stale site returns to the gate of s = 0.
     """
     aligned = 0.0 if score is None else min(1.0, max(-1.0, score))
     fresh = 1.0 if score is None else decay**age
     weight = (1 + aligned) * fresh if schedule == "paper" else 1 + aligned * fresh
-    return -math.expm1(-completed / tau * weight)
+    return -math.expm1(-completed / 2 * weight)

@@ -48,4 +48,4 @@ class FedHL(ExactServer):
 
     def merge_layer(self, update: Update, layer: list[Change]) -> Update:
         """Return W plus the weighted residuals."""
-        return low_rank_sums.add(update, low_rank_sums.weighted_sum_of_changes(layer, 1.0))
+        return low_rank_sums.add(update, low_rank_sums.weighted_sum_of_changes(layer))

@@ -34,7 +34,7 @@ class FedHomoLoRA(UnequalRanks):
 
     def initialize(self, initial: Tensors) -> ServerState:
         """Return the state before round 0: the common factors truncated to the rank."""
-        rank = self.rank or int(min(self.tiers[name].train for name in self._tier_probabilities()))
+        rank = self.rank or max(1, int(min(tier.train for tier, share in self.weighted_tiers().values() if share)))
         return ServerState(0, 0, first_ranks(initial, rank), {})
 
     def diagnostics(self, state: ServerState, results: RoundResults) -> dict[str, float]:

@@ -50,4 +50,4 @@ class FlexLoRA(ExactServer):
 
     def merge_layer(self, update: Update, layer: list[Change]) -> Update:
         """Return the weighted mean of the sites' products."""
-        return low_rank_sums.add(low_rank_sums.zero_update(*update.shape), low_rank_sums.weighted_sum_of_products(layer, 1.0))
+        return low_rank_sums.add(low_rank_sums.zero_update(*update.shape), low_rank_sums.weighted_sum_of_products(layer))

@@ -66,9 +66,9 @@ class FLoRA(ExactServer):
             tensors |= {} if update.dense is None else {f"{layer}.{WHOLE}": update.dense}
         return Payload(state.round, state.phase, tensors)
 
-    def download_numbers(self, sent: Payload, site: SiteInfo) -> int:
+    def download_numbers(self, state: ServerState, site: SiteInfo) -> int:
         """Return the count of numbers in the fresh factors plus the update at its largest, each layer's size."""
-        return full_download_numbers(sent.tensors)
+        return full_download_numbers(self.payload(state, site).tensors)
 
     def receive(self, own: Tensors, payload: Payload) -> Tensors:
         """Return the payload's tensors, with every tail as a pair of factors."""
@@ -76,7 +76,7 @@ class FLoRA(ExactServer):
 
     def merge_layer(self, update: Update, layer: list[Change]) -> Update:
         """Return W plus the stack of the sites' products."""
-        return low_rank_sums.add(update, low_rank_sums.weighted_sum_of_products(layer, 1.0))
+        return low_rank_sums.add(update, low_rank_sums.weighted_sum_of_products(layer))
 
     def diagnostics(self, state: ServerState, results: dict[str, SiteResult]) -> dict[str, float]:
         """Return the diagnostics of UnequalRanks. Retained energy is left out: nothing is truncated, so it is always 1."""

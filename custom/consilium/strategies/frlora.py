@@ -76,9 +76,9 @@ class FRLoRA(Strategy):
         """Return the common start and the whole tail, also to sites that missed rounds."""
         return Payload(state.round, state.phase, {**state.shared, **state.matrices})
 
-    def download_numbers(self, sent: Payload, site: SiteInfo) -> int:
+    def download_numbers(self, state: ServerState, site: SiteInfo) -> int:
         """Return the count of numbers in the start plus the tail at its largest, each layer's size."""
-        return full_download_numbers(sent.tensors)
+        return full_download_numbers(self.payload(state, site).tensors)
 
     def aggregate(self, state: ServerState, results: Tensors) -> ServerState:
         """Return the next state: add this round's residual to every layer's frozen tail, and average the head."""

@@ -57,7 +57,7 @@ class LoraFair(Strategy):
         for layer in shapes(shared):
             products = [Change(share[site], factors(end, layer), factors(end, layer)) for site, end in ends.items()]
             b, a = factors(shared, layer)
-            shared |= pair(layer, (b + self.correction(low_rank_sums.weighted_sum_of_products(products, 1.0), b, a), a))
+            shared |= pair(layer, (b + self.correction(low_rank_sums.weighted_sum_of_products(products), b, a), a))
         return next_state(self, state, shared={n: t.to(state.shared[n].dtype) for n, t in shared.items()})
 
     def correction(self, wanted: Product, b: Tensor, a: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ class Traits:
     - `fits_only`: an overridden `local_update` reads records only through plain `fit`, which DP-SGD covers. Without this trait
       record- and patient-level privacy refuse such an algorithm. With it the trainer refuses all other reading of records.
     - `refuses_records`: why record- and patient-level privacy do not cover the algorithm (field, value, remedy); "" if they do.
-    - `probe_fraction`: the share of the training data on which `Trainer.probe` reads gradients.
+    - `probe_fraction`: the share of the training data on which `Trainer.gradient_probe` reads gradients.
     - `interpolation`: how the personalized model weighs a local adapter. `fits_after_last_round`: `local_update` runs once more
       after the last round, for the personalized model; its result stays at the site.
 
@@ -116,13 +116,12 @@ class Traits:
 class LocalStep:
     """The argument of a penalty at one optimizer step of `Trainer.fit`.
 
-    `params`: the live adapter tensors. `anchors`: their detached values from the start of `fit`. `scalars`: the scalars of the
-    payload. `memory`: a dict that the penalty may use from step to step; empty when `fit` begins.
+    `params`: the live adapter tensors. `anchors`: their detached values from the start of `fit`. `memory`: a dict that the
+    penalty may use from step to step; empty when `fit` begins.
     """
 
     params: Mapping[str, Tensor]
     anchors: Mapping[str, Tensor]
-    scalars: Mapping[str, float]
     memory: dict[str, Tensor]
 
 
@@ -302,9 +301,9 @@ class Strategy:
         """Return what `site` receives after the last round, to evaluate and save."""
         return self.payload(state, site)
 
-    def download_numbers(self, sent: Payload, site: SiteInfo) -> int:
-        """Return how many numbers a site downloads per round, after the first update. `sent`: a payload to count."""
-        return sum(tensor.numel() for tensor in sent.tensors.values())
+    def download_numbers(self, state: ServerState, site: SiteInfo) -> int:
+        """Return how many numbers a site downloads in a phase after the first update. `state`: one without updates."""
+        return sum(tensor.numel() for tensor in self.payload(state, site).tensors.values())
 
     def diagnostics(self, state: ServerState, results: RoundResults) -> dict[str, float]:
         """Return numbers about a phase's results to log and plot; `state`: the state before they are aggregated."""

@@ -248,13 +248,6 @@ class UnequalRanks(Strategy):
         checked_lora_factor(name, self.name)
         return Role.SHARED
 
-    def at_rank(self, rank: int) -> "UnequalRanks":
-        """Return the strategy with one tier, which trains and downloads `rank`. Raises ConfigError if the job sets tiers."""
-        if self.tiers != _paper_tiers() or self.profile != "uniform":
-            what = "are for sites of unequal ranks, and adapter.kind 'lora' has one"
-            raise ConfigError(f"strategy.tiers, strategy.profile: {what}; remove them, or use dual_rank")
-        return replace(self, tiers={"all": Tier(rank, rank)}, profile={"all": 1.0})
-
     def weighted_tiers(self) -> dict[str, tuple[Tier, float]]:
         """Return the tiers that the profile names, each with its probability."""
         return {name: (self.tiers[name], share) for name, share in self._tier_probabilities().items()}
@@ -298,8 +291,16 @@ class UnequalRanks(Strategy):
 
 
 def at_one_rank(strategy: Strategy, rank: int) -> Strategy:
-    """Return the strategy for an adapter with the same rank at all sites. Raises ConfigError if the job sets tiers."""
-    return strategy.at_rank(rank) if isinstance(strategy, UnequalRanks) else strategy
+    """Return the strategy for an adapter with the same rank at all sites: with unequal ranks, that of one tier with `rank`.
+
+    Raises ConfigError if the job sets tiers.
+    """
+    if not isinstance(strategy, UnequalRanks):
+        return strategy
+    if strategy.tiers != _paper_tiers() or strategy.profile != "uniform":
+        what = "are for sites of unequal ranks, and adapter.kind 'lora' has one"
+        raise ConfigError(f"strategy.tiers, strategy.profile: {what}; remove them, or use dual_rank")
+    return replace(strategy, tiers={"all": Tier(rank, rank)}, profile={"all": 1.0})
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -402,7 +403,7 @@ class ExactServer(UnequalRanks):
 
 def truncated_factors(state: ServerState, layer: str, found: Spectrum, rank: int) -> Product:
     """Return W / s truncated to `rank` as (B, A). A direction without an update gets the common initial row of A and B = 0."""
-    return low_rank_sums.balanced_factors(found, rank, 1.0, state.initial[f"{layer}.lora_A"])
+    return low_rank_sums.balanced_factors(found, rank, state.initial[f"{layer}.lora_A"])
 
 
 def global_updates(state: ServerState) -> dict[str, Update]:
@@ -443,5 +444,5 @@ def factored_global_update(strategy: UnequalRanks, state: ServerState, initial_r
     for layer, initial in initial_rows.items():
         update = updates.get(layer) or low_rank_sums.Update(*factors(state.shared, layer))
         found = low_rank_sums.spectrum(update, len(initial))
-        tensors |= pair(layer, low_rank_sums.balanced_factors(found, len(initial), 1.0, initial))
+        tensors |= pair(layer, low_rank_sums.balanced_factors(found, len(initial), initial))
     return tensors

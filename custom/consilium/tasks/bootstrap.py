@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from consilium.data.datalist import Item
+from consilium.data.text import Text
 from consilium.tasks.registry import HIGH, LOW
 
 RESAMPLES = 1000
@@ -16,8 +17,8 @@ Statistic = Callable[[np.ndarray], dict[str, np.ndarray]]
 """Maps weights (B, G), how often each group is drawn in each of B resamples, to every score (B,); NaN if undefined."""
 
 
-def bootstrap_unit(item: Item) -> str:
-    """Return the unit that a bootstrap draws: the patient, else the volume, else the picture."""
+def bootstrap_unit(item: Item | Text) -> str:
+    """Return the unit that a bootstrap draws: the patient, else the volume, else the picture, else the text."""
     return item.patient or str(item.image or item.name)
 
 

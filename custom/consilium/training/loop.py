@@ -157,7 +157,6 @@ def train(
     config: TrainingConfig,
     seed: int,
     penalty: Penalty,
-    scalars: Mapping[str, float],
     on_progress: OnProgress,
     dp: DpSgd | None = None,
     optimizer_state: Tensors | None = None,
@@ -202,7 +201,7 @@ def train(
         for step, rate in enumerate(rates, start=1):
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            known = take_step(LocalStep(params, anchors, scalars, memory), noted_penalty, losses, step == total)
+            known = take_step(LocalStep(params, anchors, memory), noted_penalty, losses, step == total)
             with torch.no_grad():
                 for name, whole in correction.items():
                     active[name].add_(whole.to(active[name].device), alpha=rate / sum(rates))
@@ -369,12 +368,8 @@ def prefetched_batches(
                     raise DataError(NOTHING_LEFT)
 
 
-def batches(task: Task, batch_size: int, seed: int) -> Iterator[Batch]:
-    """Yield the batches of one epoch of the training split, shuffled with `seed`; the last batch may be smaller."""
-    yield from (call() for call in _calls(task, batch_size, seed, CPU))
-
-
 def _calls(task: Task, batch_size: int, seed: int, device: torch.device) -> Iterator[Callable[[], Batch]]:
+    """Yield a function for each batch of an epoch, shuffled with `seed`, that makes it; the last batch may be smaller."""
     order = torch.randperm(task.num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
     if hasattr(task, "batch_order"):
         order = cast(Any, task).batch_order(order, batch_size)

@@ -63,7 +63,7 @@ class Sums:
         adapter_state.load(self.model, self.initial)
         params, dp = adapter_state.tensors(self.model), DpSgd(1.0, CLIP, 0.5, seed=0)
         trained = {name for name in params if name in self.initial}
-        train(self.model, self.task, params, trained, self.config.training, seed, lambda s: None, {}, lambda p: None, dp)
+        train(self.model, self.task, params, trained, self.config.training, seed, lambda s: None, lambda p: None, dp)
         return self.found
 
     def _keep(self, steps: PrivateSteps) -> None:

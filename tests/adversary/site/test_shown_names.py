@@ -24,8 +24,8 @@ from consilium.report.live_view import LiveView
 from consilium.report.results_table import results_table
 from consilium.report.run_files import RunLog
 from consilium.report.tables import terminal_table
-from consilium.tasks.segmentation import SCORES as DICE
 from tests.conftest import small_config
+from tests.report.shown_scores import DICE
 
 HOSTILE = (
     "\x1b]0;owned\x07\x1b[2J\rsite\n# Title\n| a | b |\n<script>x()</script> [red]no[/red] [x](http://e) `rm` "

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from consilium.core.lazy import lazy
-from consilium.models.architecture import named_sets
+from consilium.models.architecture import OPENAI, named_sets
 from consilium.models.registry import Cut, ModelConfig, ModelKind
 
 
@@ -22,7 +22,8 @@ class ClipConfig(ModelConfig):
     @property
     def padding(self) -> tuple[int, int, int]:
         """See ModelConfig."""
-        return 123, 117, 104  # 255 times 0.481, 0.458, 0.408
+        red, green, blue = (round(255 * one) for one in OPENAI[0])
+        return red, green, blue
 
 
 def _feature_point(model: Any) -> Cut:

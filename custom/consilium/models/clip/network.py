@@ -16,13 +16,12 @@ from transformers import PreTrainedModel, ViTConfig, ViTForImageClassification, 
 
 from consilium.core.errors import CheckpointError
 from consilium.core.storage import PUBLIC, write_atomic
-from consilium.models.architecture import require_multiple
+from consilium.models.architecture import OPENAI, require_multiple
 from consilium.models.clip import ClipConfig
 from consilium.models.weight_files import load_tensors, page, save_pretrained
 
 TINY_WEIGHTS = Path(__file__).parent.parent / "weights" / "tiny_clip.safetensors"
-PIXEL_MEAN, PIXEL_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""OpenAI's, in 0..1; BiomedCLIP and the tiny tower use the same."""
+PIXEL_MEAN, PIXEL_STD = OPENAI  # in 0..1; BiomedCLIP and the tiny tower use the same
 TRUNK = "visual.trunk."
 _TIMM = (
     (r"cls_token", "embeddings.cls_token"),

@@ -28,13 +28,12 @@ MASK_TOKENS = 4  # of every published SAM: one for a single mask, three for whol
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a variant: `native` image size and patch in pixels; `prompt` is the decoder's width; `adapted`: see med2d.py."""
+    """Sizes of a variant: the `patch` in pixels; `prompt` is the decoder's width; `adapted`: see med2d.py."""
 
     width: int
     depth: int
     heads: int
     global_blocks: tuple[int, ...]
-    native: int = 1024
     patch: int = 16
     window: int = 14
     prompt: int = 256
@@ -47,8 +46,8 @@ SHAPES: dict[str, Shape] = {
     "vit_b": Shape(768, 12, 12, (2, 5, 8, 11)),
     "vit_l": Shape(1024, 24, 16, (5, 11, 17, 23)),
     "vit_h": Shape(1280, 32, 16, (7, 15, 23, 31)),
-    "tiny": Shape(128, 4, 4, (1, 3), 128, 8, 8, 64, 256, 4),
-    "med2d": Shape(768, 12, 12, (2, 5, 8, 11), native=256, adapted=True),
+    "tiny": Shape(128, 4, 4, (1, 3), 8, 8, 64, 256, 4),
+    "med2d": Shape(768, 12, 12, (2, 5, 8, 11), adapted=True),
 }
 
 
@@ -149,7 +148,7 @@ def fill_missing_points(points: Tensor) -> tuple[Tensor, Tensor]:
 def build_sam(
     variant: Literal["tiny", "vit_b", "vit_l", "vit_h", "med2d"],
     checkpoint: Path | None,
-    image_size: int | None,
+    image_size: int,
     classes: int,
     prompt: Prompt = "none",
     attention: Literal["fused", "original"] = "fused",
@@ -159,24 +158,23 @@ def build_sam(
     """Return a SAM with its published weights, in evaluation mode.
 
     `checkpoint`: Meta's .pth for vit_*, SAM-Med2D's for med2d; None means the shipped weights and is for tiny only.
-    `image_size` other than the native one interpolates position embeddings. `weights=False` lays the model out only (also
+    An `image_size` other than the checkpoint's interpolates position embeddings. `weights=False` lays the model out only (also
     under torch.device("meta")).
     Raises CheckpointError for a missing, damaged or other file, ConfigError for an impossible size.
     """
     shape = SHAPES[variant]
-    size = image_size or shape.native
     step = shape.patch * (1 + shape.adapted)  # SAM-Med2D's adapters halve the grid of patches
-    require_multiple(size, step, f"{'twice the patch size,' if shape.adapted else 'the patch size'} {step}")
+    require_multiple(image_size, step, f"{'twice the patch size,' if shape.adapted else 'the patch size'} {step}")
     state = _read(variant, checkpoint) if weights else None  # before the layout, which takes seconds
     # the numbers that are not in Shape are those of Meta's build_sam
-    grid = size // shape.patch
+    grid = image_size // shape.patch
     encoder = ImageEncoderViT(
-        depth=shape.depth, embed_dim=shape.width, img_size=size, mlp_ratio=4, num_heads=shape.heads, patch_size=shape.patch,
-        norm_layer=partial(nn.LayerNorm, eps=1e-6), qkv_bias=True, use_rel_pos=True,
+        depth=shape.depth, embed_dim=shape.width, img_size=image_size, mlp_ratio=4, num_heads=shape.heads,
+        patch_size=shape.patch, norm_layer=partial(nn.LayerNorm, eps=1e-6), qkv_bias=True, use_rel_pos=True,
         global_attn_indexes=shape.global_blocks, window_size=shape.window, out_chans=shape.prompt,
     )  # fmt: skip
     prompts = PromptEncoder(
-        embed_dim=shape.prompt, image_embedding_size=(grid, grid), input_image_size=(size, size), mask_in_chans=16
+        embed_dim=shape.prompt, image_embedding_size=(grid, grid), input_image_size=(image_size, image_size), mask_in_chans=16
     )
     transformer = TwoWayTransformer(
         depth=2, embedding_dim=shape.prompt, mlp_dim=shape.decoder_mlp, num_heads=shape.decoder_heads

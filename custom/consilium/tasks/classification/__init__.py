@@ -1,6 +1,5 @@
 """The classification task: settings, metric names and registration. One class per image or text, scored by accuracy."""
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -100,16 +99,15 @@ def metric_names(config: ClassificationConfig) -> frozenset[str]:
 
 def scores(config: ClassificationConfig) -> Scores:
     """Return the names, headings and order with which the scores are shown."""
-    headings = SCORES.headings if config.scores.f1 == "all" else {**SCORES.headings, "f1": "Macro F1, present"}
-    unit = "image or text" if config.scores.per == "image" else config.scores.per
-    return replace(SCORES, headings=headings, remark=f", per {unit}", meanings={"f1": MEANINGS[config.scores.f1]})
+    f1, unit = config.scores.f1, "image or text" if config.scores.per == "image" else config.scores.per
+    headings = {"accuracy": "Accuracy", "f1": "Macro F1" if f1 == "all" else "Macro F1, present", "loss": "Loss"}
+    return Scores(("accuracy",), ("f1",), headings, f", per {unit}", meanings={"f1": MEANINGS[f1]})
 
 
 MEANINGS: dict[F1Classes, str] = {
     "all": "Macro F1: over the classes that are there or answered, as in scikit-learn",
     "present": "Macro F1: over the classes that are there; scikit-learn counts those answered too",
 }
-SCORES = Scores(("accuracy",), ("f1",), {"accuracy": "Accuracy", "f1": "Macro F1", "loss": "Loss"})
 FORMER = {"scores": {"f1": "present"}}
 """The meaning of macro F1 in runs whose job.yaml does not have the field."""
 _TASK = "consilium.tasks.classification.task"

@@ -29,7 +29,7 @@ from consilium.tasks.registry import COUNT
 EXAMPLES = 6
 """The number of pictures of a split that are shown."""
 NONE = -1
-"""The class index of an image that has none of the task's classes."""
+"""The class index of a sample that has none of the task's classes."""
 
 
 class ClassificationTask(SampledTask):
@@ -37,7 +37,7 @@ class ClassificationTask(SampledTask):
 
     With `texts` the samples are texts: a batch has "text" (N, T) instead of "image". Metrics: see `score`, for each image, or
     with `by_patient` for the mean probability over a patient's images. A class without samples in the evaluated split has no
-    recall; `f1` says whether macro F1 counts it. In a list that ignores unfit samples an image without a class is in no batch
+    recall; `f1` says whether macro F1 counts it. In a list that ignores unfit samples a sample without a class is in no batch
     and no score, and a patient with two classes has the class of the first image.
     """
 
@@ -97,7 +97,7 @@ class ClassificationTask(SampledTask):
         def augmented(index: int, raw: CachedSample) -> Sample:
             return augment(raw, seed, index) if self.augment else self._without_augmentation(index, raw)
 
-        return self._collate("training", self._samples.map("training", indices, augmented))
+        return self._collate("training", self._with_class("training", self._samples.map("training", indices, augmented)))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean cross-entropy of a batch in float32, balanced by the job's `task.balance`."""
@@ -114,15 +114,18 @@ class ClassificationTask(SampledTask):
         device, logits, kept = next(model.parameters()).device, [], []
         with evaluating(model):
             for part in self._samples.parts(split, batch_size):
+                part = self._with_class(split, part)
                 if batch := self._collate(split, part):
                     logits.append(model(batch[self._key].to(device, non_blocking=True)).float().cpu())
                     kept += [index for index, _ in part]
         if not kept:
             return {}
-        found, labels, whose = torch.cat(logits), torch.tensor(self._labels[split])[kept], self._whose[split][kept]
+        found, labels = torch.cat(logits), torch.tensor(self._labels[split])[kept]
+        # numbered anew, because a patient may have lost all samples
+        _, first, whose = np.unique(self._whose[split][kept], return_index=True, return_inverse=True)
         if self._by_patient:
-            kept = [kept[first] for first in np.unique(whose, return_index=True)[1]]
-            found, labels, whose = merge_by_patient(found, labels, whose)
+            kept = [kept[place] for place in first]
+            found, labels, whose = merge_by_patient(found, whose), labels[first], np.arange(len(first))
         self.scored = self._unit_scores(split, kept, found, labels) if full else None
         closing = count_and_intervals(found, labels, whose, self._f1) if full else {}
         return score(found, labels, self.classes, full, self._f1) | closing
@@ -157,6 +160,10 @@ class ClassificationTask(SampledTask):
             names = [tuple(self.classes[i] for i in some) for some in (batch["label"].tolist(), logits.argmax(1).tolist())]
             return Answered(tuple(map(text_or_blank, texts)), *names)
         return Classified(batch["image"].byte(), batch["label"], logits.softmax(1), tuple(self.classes))
+
+    def _with_class(self, split: str, samples: Sequence[tuple[int, Sample]]) -> list[tuple[int, Sample]]:
+        """Return the samples that have a class of the task. A text is read without its class, unlike an image."""
+        return [(index, sample) for index, sample in samples if self._labels[split][index] != NONE]
 
     def _collate(self, split: str, samples: Sequence[tuple[int, Sample]]) -> Batch:
         if not samples:
@@ -239,12 +246,11 @@ def check_patients(items: Sequence[Item], labels: Sequence[int], whose: np.ndarr
             raise DataError(f"{where}: another sample of its patient is of another class; set task.scores.per: image")
 
 
-def merge_by_patient(logits: Tensor, labels: Tensor, whose: np.ndarray) -> tuple[Tensor, Tensor, np.ndarray]:
-    """Return for P patients the log (P, C) of the mean probability over images, the labels (P,) and the numbers 0 .. P - 1."""
+def merge_by_patient(logits: Tensor, whose: np.ndarray) -> Tensor:
+    """Return for P patients the log (P, C) of the mean probability over images; `whose` (N,): the images' patients, from 0."""
     count = sum_by_group(np.ones(len(whose)), whose)
     mean = torch.from_numpy(sum_by_group(logits.double().softmax(1).numpy(), whose) / count[:, None]).float()
-    first = np.unique(whose, return_index=True)[1]
-    return mean.clamp_min(torch.finfo(torch.float32).tiny).log(), labels[torch.from_numpy(first)], np.arange(len(count))
+    return mean.clamp_min(torch.finfo(torch.float32).tiny).log()
 
 
 def count_and_intervals(logits: Tensor, labels: Tensor, whose: np.ndarray, f1: F1Classes = "all") -> dict[str, float]:

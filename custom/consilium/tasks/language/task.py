@@ -16,24 +16,24 @@ from consilium.data.datalist import SPLITS, DataList
 from consilium.data.text import Text
 from consilium.models.transformers_folder import max_prompt_tokens
 from consilium.tasks.base import Answered, Batch, UnitScores, evaluating
-from consilium.tasks.bootstrap import intervals_of_means
+from consilium.tasks.bootstrap import bootstrap_unit, intervals_of_means
 from consilium.tasks.language import ASKS, CUT, CUT_ASKED, WRITTEN, LanguageConfig, text_scores
 from consilium.tasks.language.answers import judge_answers, right_answers
 from consilium.tasks.language.losses import (
+    CAUSAL,
     Row,
+    architecture_of,
     group_by_length,
-    learned_positions,
+    inputs_of,
     log_likelihoods,
     losses_at,
-    packed_losses,
+    mean_loss,
     reward_margins,
-    scatter_losses,
+    token_losses,
 )
-from consilium.tasks.language.tokens import IGNORED, Encoded, Encoder
+from consilium.tasks.language.tokens import Encoded, Encoder
 from consilium.tasks.registry import COUNT
 
-CAUSAL = ("llama", "mistral", "qwen2", "qwen3")
-"""Architectures (`model_type`) whose tokens attend neither to later tokens nor to padding."""
 BATCHED = frozenset(
     {
         *CAUSAL, "apertus", "bloom", "cohere", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "gpt_neox", "gptj",
@@ -151,7 +151,7 @@ class LanguageTask:
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean over samples of mean cross-entropy per learned token, or of the preference loss, in float32."""
         if self._compares:
-            return -F.logsigmoid(reward_margins(model, batch, self.config.beta, token_losses)).mean()
+            return -F.logsigmoid(reward_margins(model, batch, self.config.beta)).mean()
         return mean_loss(model, batch, self.config.packed)
 
     def batch_order(self, order: list[int], size: int) -> list[int]:
@@ -173,7 +173,7 @@ class LanguageTask:
             ranked = dict[str, list[float]]()
             if self._compares:
                 batches = (self._collate_for_loss(split, part) for part in parts)
-                rewards = [reward_margins(model, batch, self.config.beta, token_losses) for batch in batches]
+                rewards = [reward_margins(model, batch, self.config.beta) for batch in batches]
                 margins = torch.cat(rewards).double().cpu()
                 losses = (-F.logsigmoid(margins)).tolist()
                 found = {"loss": sum(losses) / len(losses)}
@@ -198,7 +198,7 @@ class LanguageTask:
         }
         if not full:
             return found
-        whose = [text.patient or text.name for text in self.data.splits[split]]
+        whose = [bootstrap_unit(text) for text in self.data.splits[split]]
         return found | {COUNT: float(len(whose))} | intervals_of_means({"loss": losses} | each, whose)
 
     def _answer_scores(
@@ -246,7 +246,7 @@ class LanguageTask:
         most = [encoder.max_length + 1 - max(map(len, own), default=1) for own in options]
         prompts = [encoder.prompt(text, room)[0] for text, room in zip(texts, most, strict=True)]
         for at, prompt in enumerate(prompts):
-            begin = len(prompt) - encoder.trailing_blank_count(prompt)
+            begin = max(len(prompt) - encoder.trailing_blank_count(prompt), 1)
             prompts[at], options[at] = prompt[:begin], [[*prompt[begin:], *one] for one in options[at]]
         found = log_likelihoods(
             model, lambda some, rows: inputs_of(model, self._collate(split, some, rows)), prompts, options, batch_size
@@ -278,7 +278,7 @@ class LanguageTask:
         most, encoder, numbers = self.config.max_new_tokens, self._encoder, range(len(texts)) if indices is None else indices
         greedy = GenerationConfig(do_sample=False, max_new_tokens=most, eos_token_id=encoder.ends, pad_token_id=encoder.pad)
 
-        for part in _parts(range(len(rows)), batch_size if _architecture(model) in BATCHED else 1):
+        for part in _parts(range(len(rows)), batch_size if architecture_of(model) in BATCHED else 1):
             batch = self._collate_prompts(split, [numbers[i] for i in part], [rows[i] for i in part])
             inputs = inputs_of(model, batch)
             written = cast(Any, model).generate(**inputs, generation_config=greedy)[:, inputs["input_ids"].shape[1] :]
@@ -349,43 +349,6 @@ def find_right_answers(text: Text, config: LanguageConfig, encoder: Encoder) -> 
 def _count_shortened(pairs: Sequence[Encoded]) -> tuple[int, int]:
     """Return how many prompts and how many answers were shortened."""
     return sum(pair.prompt_cut for pair in pairs), sum(pair.answer_cut for pair in pairs)
-
-
-def mean_loss(model: nn.Module, batch: Batch, packed: bool = False) -> Tensor:
-    """Return the mean over samples of the mean cross-entropy per learned token, float32."""
-    losses, learned = token_losses(model, batch, packed)
-    return (losses.sum(1) / learned.sum(1)).mean()
-
-
-def token_losses(model: nn.Module, batch: Batch, packed: bool = False) -> tuple[Tensor, Tensor]:
-    """Return each token's cross-entropy, 0 if it is not learned, and a mask of learned tokens, both (N, T - 1)."""
-    if packed:
-        return packed_losses(model, batch)
-    inputs: dict[str, Any] = dict(inputs_of(model, batch))
-    device = inputs["input_ids"].device
-    # On a CPU scores are equal to the bit without a mask, which saves a tenth of the time: no token attends to the padding on
-    # its right. Gradients would not be equal to the bit.
-    if _architecture(model) in CAUSAL and device.type == "cpu" and not torch.is_grad_enabled():
-        inputs["attention_mask"] = None
-    following = F.pad(batch["labels"].cpu()[:, 1:], (0, 1), value=IGNORED)
-    places = learned_positions(following)
-    losses = scatter_losses(losses_at(model, inputs, following, places), places, following.shape)[:, :-1]
-    return losses, (following[:, :-1] != IGNORED).to(device, non_blocking=True)
-
-
-def inputs_of(model: nn.Module, batch: Batch) -> Batch:
-    """Return a language model's inputs for a batch, on its device. Pictures need the model's `picture_inputs`."""
-    device = next(model.parameters()).device
-    moved = {key: tensor.to(device, non_blocking=True) for key, tensor in batch.items()}
-    text = {key: moved[key] for key in ("input_ids", "attention_mask")}
-    if "image" not in moved:
-        return text
-    answers = moved["labels"] != IGNORED if "labels" in moved else torch.zeros_like(moved["input_ids"]).bool()
-    return cast(Any, model).picture_inputs(**text, images=moved["image"], answers=answers)
-
-
-def _architecture(model: nn.Module) -> str | None:
-    return getattr(getattr(model, "config", None), "model_type", None)
 
 
 def _parts(rows: range, size: int) -> Iterator[range]:

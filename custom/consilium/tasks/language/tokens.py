@@ -62,11 +62,16 @@ class Encoder:
         self.ends = self._ends()
 
     def prompt(self, text: Text, most: int) -> tuple[list[int], bool]:
-        """Return the prompt's tokens, at most `most`, and whether the prompt was shortened."""
+        """Return the prompt's tokens, at most `most`, and whether the prompt was shortened.
+
+        An empty prompt becomes the begin token, or without one the end token, as in lm-evaluation-harness: an answer's first
+        token must follow another.
+        """
         parts = self._prompt.parts(self._split_names_in_record(text))
         whole = self._with_begin_tokens(self._token_ids("".join(parts)))
         if len(whole) <= most:
-            return whole, False
+            begin, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+            return whole or [end if begin is None else begin], False
         before, inner, after = (self._token_ids(part) for part in parts)
         before = self._with_begin_tokens(before)
         inner = without_middle(inner, max(most - len(before) - len(after), 0))

@@ -133,8 +133,6 @@ def scores(config: SegmentationScoresConfig) -> Scores:
     return Scores(("dice",), NAMES[1:], HEADINGS, title, GRIDS[config.grid], TOO_SMALL, MEANINGS)
 
 
-SCORES = scores(SegmentationScoresConfig())
-"""How scores are shown by default."""
 _TASK = "consilium.tasks.segmentation.task"
 SEGMENTATION = TaskKind(
     SegmentationConfig,

@@ -369,5 +369,4 @@ def rehearse(config: SegmentationConfig, base: ModelConfig, model: nn.Module, co
     kind = prompt_kind_of(config)
     prompts = torch.zeros(count, classes, len(kind.numbers)) if kind else None
     logits = model(torch.zeros(count, 3, side, side), prompts).float()
-    guess = logits.sigmoid()  # MONAI's Dice reads numbers, which a rehearsal on the meta device does not have
-    return F.binary_cross_entropy_with_logits(logits, label) - 2 * (guess * label).sum() / (guess + label).sum()
+    return dice_loss(logits, label).mean() + F.binary_cross_entropy_with_logits(logits, label)
