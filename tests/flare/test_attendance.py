@@ -222,6 +222,7 @@ def test_rows_note_problems() -> None:
     assert "0.2.0 or before" in second["notes"][0]
     assert third["state"] == "silent"
     assert third["notes"][0] == f"speaks protocol {PROTOCOL + 1}: jobs refuse it"
+    assert "or two copies of its kit run; `consilium doctor KIT` there" in third["notes"][-1]
     only_version = heartbeat_server.checked_facts({"version": __version__, "protocol": "x"}, NOW) | {"here": True, "jobs": []}
     (fourth,) = site_rows({"server": own_facts(), "sites": {"d": only_version}}, NOW)
     assert fourth["notes"] == ["speaks protocol (none told): jobs refuse it"]
@@ -248,6 +249,12 @@ def test_sites_at_the_server_as_table_and_json(
     assert run(monkeypatch, "sites", "--kit", kit, "--format", "json") == 0
     rows = json.loads(capsys.readouterr().out)["sites"]
     assert [row["site"] for row in rows] == names
+    never = {"ghost": {"here": False, "jobs": [], "cause": Cause.REVOKED}}  # revoked before its first heartbeat
+    (kit / STATE / ATTENDANCE).write_text(json.dumps({"server": own_facts(), "sites": seen | never}))
+    assert run(monkeypatch, "sites", "--kit", kit) == 0
+    page = capsys.readouterr().out
+    assert "2 sites seen" in page
+    assert "revoked, never" in page
     assert run(monkeypatch, "sites", "--kit", kits / "clinic") == 2
 
 

@@ -50,8 +50,8 @@ def expired_runs(state: Path, days: int, received: Mapping[str, Sequence[Path]])
 def delete_at_site(kit: Path, folder: Path, state: Path, reason: str, received: Sequence[Path] = ()) -> dict[str, Any]:
     """Delete a run's files at a site, with FLARE's copies of its jobs in the kit, and record it in the audit log of `state`.
 
-    `folder`: of the run; it does not exist if the site refused the job before it began. `received`: FLARE's folders of jobs that
-    no message of the run may name. Return the record. Raises ConfigError if one of the run's jobs is still running.
+    `folder`: of the run; it does not exist if the site refused the job before it began. `received`: FLARE's folders of jobs;
+    the run's messages may not name them. Return the record. Raises ConfigError if one of the run's jobs is still running.
     """
     messages = [line for path in folder.rglob(FILE) for line in load_record(path)["messages"]]
     named = [str(one.get("flare_job", "")) for one in messages] + [one.name for one in received]

@@ -39,7 +39,10 @@ TIMESTAMP = len("2026-11-22 20:30:00: ")
 """Length of the timestamp before the text in a line of FLARE's scheduler."""
 LOST = "LOST"
 """Our status for a job whose server process has died. `consilium resume` continues its run."""
-NO_REASON = "no reason was left; see the logs of the server and of the sites"
+NO_REASON = (
+    "no reason was left, as if its process at the server was killed; see the logs of the server and of the sites; "
+    "`consilium resume` continues a run"
+)
 UNLISTED = "is not in allow_list"
 """Part of FLARE's error if a kit's allow-list lacks our classes, such as in a kit that FLARE's own tools made."""
 MAX_REASONS = 5

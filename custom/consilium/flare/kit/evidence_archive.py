@@ -177,8 +177,8 @@ def verify(path: Path, fingerprint: str) -> dict[str, Any]:
         raise ConsiliumError(
             f"{path}: is intact and signed, "
             f"but its root is another one than --fingerprint or --kit names ({fingerprints(root)[0]}, valid since {start}); "
-            "ask the hub for its root's fingerprint again. If the root was renewed later, give --kit with a kit from before (at "
-            "the hub: kits/PROJECT/prod_NN/PARTICIPANT). If no kit of the hub fits, the archive is not of its project"
+            "ask the hub for its root's fingerprint again. If the root was renewed later, give --kit with a kit from before "
+            "(at the hub: kits/PROJECT/prod_NN/PARTICIPANT). If no kit of the hub fits, the archive is not of its project"
         )
     made = datetime.fromtimestamp(manifest.made, UTC).isoformat(timespec="seconds")
     about = {"site": manifest.site, "experiment": manifest.experiment, "made": made, "files": sorted(content)}
