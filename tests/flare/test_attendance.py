@@ -212,7 +212,7 @@ def test_rows_note_problems() -> None:
     one = heartbeat_server.checked_facts(facts(clock=NOW - 300, certificate_ends=NOW + 5 * 86400), NOW) | {"jobs": ["j1"]}
     old = {"last_seen": NOW - 86400.0, "here": False, "jobs": []}
     other = heartbeat_server.checked_facts(facts(protocol=PROTOCOL + 1), NOW - 100) | {"here": True, "jobs": []}
-    found = {"server": own_facts(), "sites": {"a": one | {"here": True}, "b": old, "c": other}}
+    found = {"server": own_facts() | {"clock": NOW}, "sites": {"a": one | {"here": True}, "b": old, "c": other}}
     first, second, third = site_rows(found, NOW)
     assert (first["state"], first["clock_ahead_seconds"], first["certificate_days_left"]) == ("here", -300.0, 5)
     assert first["notes"] == [
@@ -255,6 +255,14 @@ def test_sites_at_the_server_as_table_and_json(
     page = capsys.readouterr().out
     assert "2 sites seen" in page
     assert "revoked, never" in page
+    assert "this list is of" not in page
+    for one in seen.values():
+        one["last_seen"] -= 120
+    (kit / STATE / ATTENDANCE).write_text(json.dumps({"server": own_facts() | {"clock": time.time() - 120}, "sites": seen}))
+    assert run(monkeypatch, "sites", "--kit", kit) == 0
+    page = " ".join(capsys.readouterr().out.split())
+    assert "this list is of 2 min ago: the server does not run" in page
+    assert "no heartbeat for a minute" not in page  # the sites may be well
     assert run(monkeypatch, "sites", "--kit", kits / "clinic") == 2
 
 

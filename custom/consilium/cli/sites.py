@@ -52,6 +52,8 @@ def _lines(server: Mapping[str, Any], rows: list[dict[str, Any]], now: float) ->
     yield rich_line(
         f"server: consilium {server['version']}, protocol {server['protocol']}; {count_with_noun(seen, 'site')} seen"
     )
+    if (age := now - server.get("clock", now)) > SILENT:  # a running server writes its file every ten seconds
+        yield rich_line(f"this list is of {_duration_text(age)} ago: the server does not run, or cannot write its files", "red")
     yield site_table(rows)
     for row in rows:
         if row["health"]:
@@ -131,7 +133,7 @@ def _notes(one: Mapping[str, Any], server: Mapping[str, Any], days: int | None, 
         "its certificate has ended: it is out once its connection breaks; `consilium renew`": left < 0,
         "its data list cannot be read; `consilium doctor KIT` there says why": not health.get("data_readable", True),
         f"under {DISK_GIB:g} GiB of its disk are free; a job may break off": health.get("disk_free", math.inf) < DISK_GIB * GIB,
-        silent: one["here"] and now - one.get("last_seen", now) > SILENT,
+        silent: one["here"] and one.get("last_seen", now) < min(now, server.get("clock", now)) - SILENT,
     }
     return only_true(notes)
 
