@@ -94,11 +94,11 @@ def poc(
             federation = LocalFederation(folder, found)
             stack.callback(federation.stop)
             console.print(rich_line(f"{federation.kits}: kits of the server and {', '.join(names)}"))
-            console.print(rich_line(f"root fingerprint {root_certificate_sha256(federation.kits.parent / 'state')} (SHA-256)"))
             _start_and_wait(federation)
             console.print(
                 rich_line(f"server and {len(names)} sites run and are connected (port {federation.port} of this machine)")
             )
+            console.print(rich_line(f"root fingerprint {root_certificate_sha256(federation.kits.parent / 'state')} (SHA-256)"))
             status = _submit_and_watch(federation, job, overrides, name, console) if job else {}
             if keep:
                 stack.pop_all()
