@@ -117,8 +117,22 @@ def test_a_ledger_is_read_by_file_folder_or_site(tmp_path: Path) -> None:
         assert (found["dataset"], found["releases"], found["adjacency"]) == ("ward-7", 2, "zero-out")
     text = call("privacy", "ledger", str(tmp_path / "site.yaml"), "--rows")
     assert "site level, zero-out, trust local" in text
-    assert "one site: epsilon 0.2335 at delta 1e-05; budget 3 at delta 1e-05" in text
+    assert "one site: epsilon 0.2335 at delta 1e-05; budget 3 at delta 1e-05, 2.766 left" in text
     assert "round 1 phase 0" in text
+
+
+def test_releases_are_charged_phases_and_no_steps(tmp_path: Path) -> None:
+    """DP-SGD writes a row with its steps before training, and one without steps with the release. A budget may be overspent."""
+    step = replace(ONE, unit="record", noise_multiplier=1.1, sample_rate=0.1, count=20, mechanism=DISCRETE)
+    (tmp_path / "site.yaml").write_text("privacy: {ledger: l.sqlite, budgets: {record: {epsilon: 0.5}, site: {epsilon: 3}}}")
+    for round in (0, 1):
+        Ledger(tmp_path / "l.sqlite").spend(replace(step, round=round), {})
+        Ledger(tmp_path / "l.sqlite").spend(replace(step, round=round, count=0, digest="ab"), {})
+    (found,) = json.loads(call("privacy", "ledger", str(tmp_path / "site.yaml"), "--format", "json"))["data_sets"]
+    assert (found["releases"], found["steps"]) == (2, 40)
+    assert found["budgets"]["record"] == {"epsilon": 0.5, "delta": 1e-5, "left": 0.0}
+    assert found["budgets"]["site"]["left"] == 0.0  # record-level noise bounds nothing for the site
+    assert "ward-7: 2 releases in 40 steps with noise, of job;" in call("privacy", "ledger", str(tmp_path / "site.yaml"))
 
 
 def test_a_ledger_that_lacks_rows_shows_those_that_it_has_and_fails(tmp_path: Path) -> None:
@@ -134,7 +148,7 @@ def test_a_ledger_that_lacks_rows_shows_those_that_it_has_and_fails(tmp_path: Pa
     assert "2 releases" in call(*words)
     ledger.path.write_bytes(backups[0])
     found = CliRunner().invoke(app, words)
-    assert "1 releases" in found.stdout
+    assert "1 release," in found.stdout
     assert "the privacy ledger lacks rows: " in str(found.exception)
     ledger.path.unlink()
     with pytest.raises(RefusedError, match=r"ledger is gone: .*`consilium privacy accept`"):
@@ -144,6 +158,9 @@ def test_a_ledger_that_lacks_rows_shows_those_that_it_has_and_fails(tmp_path: Pa
 def test_no_ledger_is_said_plainly(tmp_path: Path) -> None:
     (tmp_path / "site.yaml").write_text("privacy: {ledger: l.sqlite}")
     assert "nothing was released yet" in call("privacy", "ledger", str(tmp_path / "site.yaml"))
+    (tmp_path / "site.yaml").write_text("privacy: {ledger: l.sqlite, budgets: {site: {epsilon: 3}}}")
+    text = call("privacy", "ledger", str(tmp_path / "site.yaml"))
+    assert text == "nothing was released yet; the whole budget is left (one site: epsilon 3 at delta 1e-05)\n"
     with pytest.raises(ConfigError, match="no ledger there"):
         call("privacy", "ledger", str(tmp_path / "none.sqlite"))
 

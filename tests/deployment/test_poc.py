@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.x509 import load_pem_x509_certificate
 
 from consilium.cli import kit_pages
 from consilium.core.errors import Reason
@@ -110,6 +112,8 @@ def test_what_is_kept_obeys_the_commands_of_the_page_until_it_is_stopped(
         assert f"2 sites refused: site-1, site-2: {Reason.CHECKPOINT.text}" in done.stderr
         kit = tmp_path / "federation/kits/poc/prod_00/lead@hub.example"
         assert str(kit) in done.stdout
+        root = load_pem_x509_certificate((kit / "startup/rootCA.pem").read_bytes())
+        assert f"root fingerprint {root.fingerprint(SHA256()).hex()}" in done.stdout
         assert run(monkeypatch, "submit", job, "--kit", kit, "--experiment", "one", "--wait") == 0
         assert run(monkeypatch, "status", "one", "--kit", kit, "--check") == 0
         assert run(monkeypatch, "sites", "--kit", kit) == 0

@@ -91,6 +91,52 @@ def test_only_what_is_past_its_time_goes_by_itself(
     assert json.loads(capsys.readouterr().out) == []
 
 
+def refused_job(kit: Path, name: str = "fundus-9") -> Path:
+    """Put FLARE's files of a job into the kit that the site refused before it began, and return their folder."""
+    folder = kit / THIRD
+    (folder / "app_clinic").mkdir(parents=True)
+    (folder / "meta.json").write_text(json.dumps({"job_id": THIRD, "name": "fundus", "experiment": name}))
+    (folder / "log.txt").write_text("not approved")
+    return folder
+
+
+def test_files_of_a_refused_job_are_deleted(
+    kit: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, folder = files(kit), refused_job(kit)
+    assert run(monkeypatch, "evidence", "fundus-9", "--kit", kit) == 2
+    assert f"fundus-9: the job did not begin at this site, so no update left and {kit / STATE} has no record of it" in (
+        said := capsys.readouterr().err
+    )
+    assert f"{folder}/log.txt says why" in said
+    assert run(monkeypatch, "forget", "fundus-9", "--kit", kit, "--reason", "x") == 0
+    assert "fundus-9: 2 files" in (said := capsys.readouterr().out)
+    assert "nothing: no update has left in this run" in said
+    assert files(kit) - before == {f"{STATE}/{FILE}"}
+    assert not folder.exists()
+    assert run(monkeypatch, "forget", "fundus-9", "--kit", kit, "--reason", "x") == 2
+
+
+def test_a_refused_submission_goes_with_its_run(kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = refused_job(kit, "fundus-1")
+    assert run(monkeypatch, "forget", "fundus-1", "--kit", kit, "--reason", "x") == 0
+    assert not folder.exists()
+    assert not (kit / JOB).exists()
+    assert (kit / OTHER).is_dir()
+
+
+def test_files_of_a_refused_job_expire(kit: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = refused_job(kit)
+    assert run(monkeypatch, "forget", "--expired", "--kit", kit) == 0
+    assert folder.is_dir()
+    for path in folder.rglob("*"):
+        os.utime(path, (0, 0))
+    capsys.readouterr()
+    assert run(monkeypatch, "forget", "--expired", "--kit", kit, "--format", "json") == 0
+    assert [one["run"] for one in json.loads(capsys.readouterr().out)] == ["fundus-9"]
+    assert not folder.exists()
+
+
 def test_a_run_that_goes_on_is_not_touched(
     kit: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

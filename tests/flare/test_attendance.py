@@ -212,7 +212,7 @@ def test_rows_note_problems() -> None:
     one = heartbeat_server.checked_facts(facts(clock=NOW - 300, certificate_ends=NOW + 5 * 86400), NOW) | {"jobs": ["j1"]}
     old = {"last_seen": NOW - 86400.0, "here": False, "jobs": []}
     other = heartbeat_server.checked_facts(facts(protocol=PROTOCOL + 1), NOW - 100) | {"here": True, "jobs": []}
-    found = {"server": own_facts(), "sites": {"a": one | {"here": True}, "b": old, "c": other}}
+    found = {"server": own_facts() | {"clock": NOW}, "sites": {"a": one | {"here": True}, "b": old, "c": other}}
     first, second, third = site_rows(found, NOW)
     assert (first["state"], first["clock_ahead_seconds"], first["certificate_days_left"]) == ("here", -300.0, 5)
     assert first["notes"] == [
@@ -222,6 +222,7 @@ def test_rows_note_problems() -> None:
     assert "0.2.0 or before" in second["notes"][0]
     assert third["state"] == "silent"
     assert third["notes"][0] == f"speaks protocol {PROTOCOL + 1}: jobs refuse it"
+    assert "or two copies of its kit run; `consilium doctor KIT` there" in third["notes"][-1]
     only_version = heartbeat_server.checked_facts({"version": __version__, "protocol": "x"}, NOW) | {"here": True, "jobs": []}
     (fourth,) = site_rows({"server": own_facts(), "sites": {"d": only_version}}, NOW)
     assert fourth["notes"] == ["speaks protocol (none told): jobs refuse it"]
@@ -248,6 +249,20 @@ def test_sites_at_the_server_as_table_and_json(
     assert run(monkeypatch, "sites", "--kit", kit, "--format", "json") == 0
     rows = json.loads(capsys.readouterr().out)["sites"]
     assert [row["site"] for row in rows] == names
+    never = {"ghost": {"here": False, "jobs": [], "cause": Cause.REVOKED}}  # revoked before its first heartbeat
+    (kit / STATE / ATTENDANCE).write_text(json.dumps({"server": own_facts(), "sites": seen | never}))
+    assert run(monkeypatch, "sites", "--kit", kit) == 0
+    page = capsys.readouterr().out
+    assert "2 sites seen" in page
+    assert "revoked, never" in page
+    assert "this list is of" not in page
+    for one in seen.values():
+        one["last_seen"] -= 120
+    (kit / STATE / ATTENDANCE).write_text(json.dumps({"server": own_facts() | {"clock": time.time() - 120}, "sites": seen}))
+    assert run(monkeypatch, "sites", "--kit", kit) == 0
+    page = " ".join(capsys.readouterr().out.split())
+    assert "this list is of 2 min ago: the server does not run" in page
+    assert "no heartbeat for a minute" not in page  # the sites may be well
     assert run(monkeypatch, "sites", "--kit", kits / "clinic") == 2
 
 

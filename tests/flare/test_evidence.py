@@ -25,6 +25,7 @@ from consilium.federation.run_folders import STATE
 from consilium.flare.kit.certificates import fingerprints
 from consilium.flare.kit.evidence_archive import ACCEPTED, LEDGER, MANIFEST, SIGNATURE, verify, verify_chains
 from consilium.flare.kit.provision import provision
+from consilium.flare.kit.renewal import KEEP, NEW_ROOT, renew
 from consilium.privacy.accounting import DISCRETE
 from consilium.privacy.audit_log import FILE, AuditLog
 from consilium.privacy.ledger import Entry, Ledger
@@ -236,6 +237,24 @@ def test_wrong_fingerprint_does_not_call_a_genuine_archive_forged(
     for words in (root, "ab" * 32):
         assert run(monkeypatch, "evidence", changed, "--verify", "--fingerprint", words) == 1
         assert "the archive is forged" in " ".join(capsys.readouterr().err.split())
+
+
+def test_archives_from_before_a_renewal_verify_by_a_kit_from_before(
+    made: Path, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After a renewal of the root's certificate, and after one by another key."""
+    copied = Path(shutil.copytree(hub.parents[2], tmp_path / "hub"))
+    before = copied / hub.relative_to(hub.parents[2]) / "other"
+    signed_under = load_crt(before / "startup/rootCA.pem")
+    for root, fits in ((KEEP, True), (NEW_ROOT, False)):
+        new = renew(copied / "sites.yml", copied / "kits", root=root) / "other"
+        now = load_crt(new / "startup/rootCA.pem")
+        assert run(monkeypatch, "evidence", made, "--verify", "--fingerprint", fingerprints(now)[0]) == 1
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"({fingerprints(signed_under)[0]}, valid since {signed_under.not_valid_before_utc:%Y-%m-%d})" in said
+        assert "If the root was renewed later, give --kit with a kit from before (at the hub: kits/PROJECT/prod_NN/" in said
+        assert run(monkeypatch, "evidence", made, "--verify", "--kit", before) == 0
+        assert (run(monkeypatch, "evidence", made, "--verify", "--kit", new) == 0) is fits
 
 
 @pytest.mark.parametrize("words", ["", "SHA256:", "ab", "MD5:" + "ab:" * 15 + "ab", "ab" * 20, "zz" * 32, "SHA256:" + "A" * 42])

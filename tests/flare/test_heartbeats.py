@@ -132,3 +132,21 @@ def test_server_that_does_not_answer_is_asked_each_minute_whether_tls_fails(
             server.beat(code)
             now[0] += 10
         assert len(asked) == checks
+
+
+def test_log_names_another_copy_of_the_kit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server runs and refuses nothing, but answers no heartbeat. Without a server, or with a refusal, there is no line."""
+    line = "if another copy of this kit runs, stop it, then stop and start this one"
+
+    def unreachable(kit: Path) -> None:
+        raise OSError("connection refused")
+
+    refusals: list[tuple[Cause, str] | None] = [None, None, (Cause.ENDED, "expired")]
+    monkeypatch.setattr(heartbeat_client, "connection_refusal", lambda kit: refusals.pop(0))
+    for fetch, lines in ((lambda kit: None, 1), (unreachable, 1), (lambda kit: None, 1)):
+        monkeypatch.setattr(heartbeat_client, "fetch_server_certificate", fetch)
+        heartbeat_client.note_no_answer(tmp_path)
+        assert caplog.text.count(line) == lines
+    assert not refusals

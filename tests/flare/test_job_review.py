@@ -188,6 +188,20 @@ def test_author_of_a_folder_names_no_submitter(kit: Path, tmp_path: Path) -> Non
     assert review(other, kit).submitter == ""
 
 
+def test_approval_of_a_job_that_the_site_refuses_fails(
+    kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The approval is recorded: it counts once the budget is raised."""
+    app = received(kit, tmp_path, PRIVATE)
+    for budget, code in ((7.9, 1), (8.1, 0)):
+        (kit / "local/site.yaml").write_text(f"privacy: {{dataset: ward-7, budgets: {{site: {{epsilon: {budget}}}}}}}")
+        assert run(monkeypatch, "approve", app, "--kit", kit, "--yes") == code
+        said = " ".join(capsys.readouterr().out.split())
+        assert "approved; recorded in" in said
+        assert ("This site would refuse the job all the same" in said) is (code == 1)
+        assert len(approval.read_approvals(kit / "local")) == 1
+
+
 @pytest.mark.parametrize(("answer", "code", "approved"), [("y", 0, 1), ("", 1, 0), ("n", 1, 0)])
 def test_person_is_asked_at_a_terminal(
     answer: str, code: int, approved: int, kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any

@@ -18,6 +18,10 @@ from consilium.flare.admin.session import Admin, connect, stored_reason
 from consilium.flare.kit.heartbeat_client import KEY
 from tests.conftest import run
 
+UNEXPLAINED_END = (
+    "no reason was left, as if its process at the server was killed; see the logs of the server and of the sites; "
+    "`consilium resume` continues a run"
+)
 REFUSED = """2026-11-21 16:43:10,902 - JsonScanner - ERROR - Traceback (most recent call last):
   File "json_scanner.py", line 99, in _do_scan
     node.processor.process_element(node)
@@ -152,7 +156,7 @@ def test_refused_login_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("status", ["FINISHED:ABNORMAL", "FINISHED:EXECUTION_EXCEPTION"])
 def test_failed_jobs_have_a_reason(status: str, tmp_path: Path) -> None:
     told = Admin(Session([job(0, status=status), job(1, status="FINISHED:COMPLETED")], tmp_path))
-    assert told.status("0-id")["reason"] == "no reason was left; see the logs of the server and of the sites"
+    assert told.status("0-id")["reason"] == UNEXPLAINED_END
     assert "reason" not in told.status("1-id")
     left(tmp_path / "0-id" / "workspace", log=REFUSED)
     assert "not in allow_list" in told.status("0-id")["reason"]
@@ -177,7 +181,7 @@ def test_waiting_job_names_missing_sites(tmp_path: Path) -> None:
     assert told.status("0-id")["reason"] == f"{said}; exceeded max schedule count 1000" == told.reasons(told.jobs())[0]
     assert told.status("1-id")["waits"] == said
     assert "waits" not in told.status("2-id")
-    assert told.status("3-id")["reason"] == "no reason was left; see the logs of the server and of the sites"
+    assert told.status("3-id")["reason"] == UNEXPLAINED_END
 
 
 def test_aborted_job_says_so_and_how_it_goes_on(tmp_path: Path) -> None:
@@ -234,7 +238,7 @@ def test_newest_failed_jobs_have_reasons(tmp_path: Path) -> None:
     assert "not in allow_list" in reasons[4]
     assert "\n" not in reasons[4]
     assert reasons[5].startswith("its server process is gone")
-    assert reasons[7] == "no reason was left; see the logs of the server and of the sites"
+    assert reasons[7] == UNEXPLAINED_END
 
 
 def test_status_tells_a_dead_site_from_a_slow_one(tmp_path: Path) -> None:

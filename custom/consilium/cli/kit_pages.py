@@ -25,7 +25,7 @@ from consilium.core.sanitize import count_with_noun, shown
 from consilium.federation import delete_run
 from consilium.federation.run_folders import OWNER, RUNS, STATE
 from consilium.flare.admin.kit_metrics import run_state, spent_budgets
-from consilium.flare.admin.session import experiment_of
+from consilium.flare.admin.session import received_jobs
 from consilium.flare.kit.certificates import days_left
 from consilium.flare.kit.connection_refusals import noted_cause
 from consilium.flare.kit.evidence_archive import pack
@@ -276,10 +276,8 @@ def _job_rows(kit: Path, records: SiteRecords, runs: Sequence[Run], own: Sequenc
     """
     commands = " ".join(word for one in processes(kit, jobs_only=True) for word in one.info["cmdline"] or ())
     deleted = {str(line.get("run")): line for line in own if line.get("kind") == delete_run.KIND}
-    left = {job: meta for job in subfolders(kit) if (meta := read_json(job / "meta.json")).get("job_id") == job.name}
-    names = {
-        job: str(experiment_of(meta | {"name": str(meta.get("name", "job")), "job_id": job.name})) for job, meta in left.items()
-    }
+    left = received_jobs(kit)
+    names = {job: meta["experiment"] for job, meta in left.items()}
     for run in runs:
         jobs = {str(one.get("flare_job") or "") for one in run.messages} - {""}
         jobs |= {job.name for job, name in names.items() if name == run.name}

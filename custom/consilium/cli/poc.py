@@ -28,6 +28,7 @@ from consilium.flare.admin.submission_folder import check_submission, delete_on_
 from consilium.flare.kit.certificates import NO_PROXIES
 from consilium.flare.kit.local_federation import LEAD, SERVER, LocalFederation, stop_all
 from consilium.flare.kit.processes import is_word
+from consilium.flare.kit.provision import root_certificate_sha256
 
 EXISTS = "--workspace: {}: exists; give a new folder"
 PATIENCE = 180.0
@@ -97,6 +98,7 @@ def poc(
             console.print(
                 rich_line(f"server and {len(names)} sites run and are connected (port {federation.port} of this machine)")
             )
+            console.print(rich_line(f"root fingerprint {root_certificate_sha256(federation.kits.parent / 'state')} (SHA-256)"))
             status = _submit_and_watch(federation, job, overrides, name, console) if job else {}
             if keep:
                 stack.pop_all()

@@ -63,7 +63,7 @@ def approve(
     """Approve a job at a site with `approve: digest` in its site.yaml.
 
     Shows what the job would do here, what it would spend of the site's budget, what leaves, and whether the site would refuse
-    it. Then it asks. Without `--yes`, nothing is approved before the answer y.
+    it. Then it asks. Without `--yes`, nothing is approved before the answer y. Exit code 1 if the site would refuse the job.
     """
     if sum((job is not None, listed, bool(revoke))) != 1:
         raise ConfigError("JOB, --list, --revoke: give exactly one")
@@ -92,8 +92,10 @@ def approve(
         if agreed:
             approval.approve(app, local, plugins, review.digest)  # the digest of exactly the job that was shown
         text = f"approved; recorded in {local / approval.FILE}" if agreed else "not approved"
+        if agreed and review.refusal:
+            text += ". This site would refuse the job all the same, see REFUSED"
         emit(review.to_dict() | {"approved": review.digest}, text, "json" if format == "json" else "txt")
-    raise typer.Exit(ExitCode.DONE if agreed else ExitCode.FAILED)
+    raise typer.Exit(ExitCode.DONE if agreed and not review.refusal else ExitCode.FAILED)
 
 
 @contextmanager

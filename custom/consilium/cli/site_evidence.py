@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import suppress
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,7 @@ from consilium.core.errors import ConfigError, raise_first
 from consilium.core.sanitize import shown
 from consilium.federation import delete_run
 from consilium.federation.run_folders import RUNS, STATE, check_run_name
-from consilium.flare.admin.session import stored_jobs
+from consilium.flare.admin.session import received_jobs, stored_jobs
 from consilium.flare.kit.certificates import root_key_fingerprint
 from consilium.flare.kit.evidence_archive import ACCEPTED, LEDGER, copy_ledger, pack, verify as verify_archive, verify_chains
 from consilium.flare.kit.kit_reader import kit_name, kit_role
@@ -103,12 +104,26 @@ def find_run_paths(experiment: str, kit: Path) -> tuple[Path, Path, Path]:
     if kit_role(kit) == "server" or not settings.is_file():
         raise ConfigError(f"--kit: {kit}: not a site's startup kit (no local/site.yaml); give its folder")
     records = find_site_records(kit)
-    return _find_run_folder(experiment, records.root), records.root, records.ledger
+    return _find_run_folder(experiment, records.root, kit), records.root, records.ledger
 
 
-def _find_run_folder(experiment: str, state: Path) -> Path:
-    """Return a run's folder. Raises ConfigError if there is no such run."""
+def _jobs_by_run(kit: Path) -> dict[str, list[Path]]:
+    """Return FLARE's folders of the jobs that a site has received, by the name of their run, without names of no valid run."""
+    found: dict[str, list[Path]] = {}
+    for folder, meta in received_jobs(kit).items():
+        with suppress(ConfigError):
+            found.setdefault(check_run_name(meta["experiment"]), []).append(folder)
+    return found
+
+
+def _find_run_folder(experiment: str, state: Path, site: Path | None = None) -> Path:
+    """Return a run's folder. `site`: a site's kit. Raises ConfigError if there is no such run."""
     folder = state / RUNS / check_run_name(experiment)
+    if not folder.is_dir() and site and (jobs := _jobs_by_run(site).get(experiment)):
+        raise ConfigError(
+            f"{experiment}: the job did not begin at this site, so no update left and {state} has no record of it; "
+            f"{jobs[-1] / 'log.txt'} says why"
+        )
     if not folder.is_dir():
         known = ", ".join(sorted(p.name for p in (state / RUNS).iterdir() if p.is_dir())) if (state / RUNS).is_dir() else "none"
         raise ConfigError(f"{experiment}: no such run here; there: {shown(known, 400)}")
@@ -173,15 +188,16 @@ def forget(
         site, root, _ = find_site_records(kit)
         if site.retention_days is None:
             raise ConfigError(f"{kit / 'local' / 'site.yaml'}: retention_days: not set, so no run is past its time; set it")
-        names = delete_run.expired_runs(root, site.retention_days)
+        names = delete_run.expired_runs(root, site.retention_days, _jobs_by_run(kit))
     found, lines = [], []
     for name in names:
         if kit_role(kit) == "server":
             folder = _find_run_folder(name, kit / STATE)
             one = delete_run.delete_at_server(folder, stored_jobs(kit, name), kit / STATE, reason)
         else:
-            folder, state, _ = find_run_paths(name, kit)
-            one = delete_run.delete_at_site(kit, folder, state, reason)
+            received = _jobs_by_run(kit).get(name, [])
+            state = find_site_records(kit).root if received else find_run_paths(name, kit)[1]
+            one = delete_run.delete_at_site(kit, state / RUNS / name, state, reason, received)
         found.append(one)
         lines.append(f"{one['run']}: {one['files']} files ({one['bytes']:,} bytes) deleted, on record in {one['record']}")
         lines += [f"  stays: {one['stays']}", f"  cannot be taken back: {one['left']}"]

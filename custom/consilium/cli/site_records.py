@@ -14,7 +14,7 @@ from rich.text import Text
 from consilium.cli.options import FormatOption, emit
 from consilium.config.site import SiteConfig, load_site
 from consilium.core.errors import ConfigError, ConsiliumError, raise_first
-from consilium.core.sanitize import markdown_cell, rich_line, shown
+from consilium.core.sanitize import count_with_noun, markdown_cell, rich_line, shown
 from consilium.core.schema import SHA256
 from consilium.federation.run_folders import STATE
 from consilium.privacy.accounting import VOID
@@ -52,11 +52,11 @@ def ledger(
         Path, typer.Argument(help="a ledger.sqlite, a site.yaml, a startup kit, or a folder to search for ledgers")
     ],
     delta: Annotated[list[float] | None, typer.Option(help="show epsilon at this delta; may be repeated")] = None,
-    rows: Annotated[bool, typer.Option("--rows", help="also list all releases, oldest first")] = False,
+    rows: Annotated[bool, typer.Option("--rows", help="also list all rows, oldest first; DP-SGD writes two a release")] = False,
     seal: Annotated[str, typer.Option(help="check that the ledger still has this seal, which a job's results name")] = "",
     format: FormatOption = "txt",
 ) -> None:
-    """Show the epsilon that each data set has spent in all jobs, per record and for the whole site, and its budgets."""
+    """Show the epsilon that each data set has spent in all jobs, per record and for the whole site, and what is left."""
     budgets: dict[str, Any] = {}
     if is_site(where):
         site, _, path = find_site_records(where)
@@ -68,9 +68,12 @@ def ledger(
     if seal and not any(seal in Ledger(path).seals() for path in paths):
         raise ConsiliumError(f"--seal: {seal}: no row of the ledger has it: rows are gone or altered, or it is another site's")
     deltas = tuple(sorted({*(delta or (1e-5,)), *(b.delta for b in budgets.values())}, reverse=True))
-    limits = {unit: {"epsilon": b.epsilon, "delta": b.delta} for unit, b in budgets.items()}
-    found = [{"ledger": str(p), **one, "budgets": limits} for p in paths for one in summary(Ledger(p), deltas)]
+    found = [{"ledger": str(p), **one} for p in paths for one in summary(Ledger(p), deltas)]
     for one in found:  # JSON has no infinity
+        one["budgets"] = {
+            unit: {"epsilon": b.epsilon, "delta": b.delta, "left": max(b.epsilon - one["epsilon"][unit][f"{b.delta:g}"], 0.0)}
+            for unit, b in budgets.items()
+        }
         one["epsilon"] = {
             unit: {delta: None if math.isinf(epsilon) else epsilon for delta, epsilon in spent.items()}
             for unit, spent in one["epsilon"].items()
@@ -81,7 +84,11 @@ def ledger(
         if rows
         for when, entry in Ledger(p).rows()
     ]
-    emit({"data_sets": found, **({"rows": every} if rows else {})}, _lines(found, every), format)
+    lines = [*_lines(found, every)]
+    if not found:
+        whole = ", ".join(f"one {unit}: epsilon {b.epsilon:g} at delta {b.delta:g}" for unit, b in budgets.items())
+        lines.append("nothing was released yet" + (f"; the whole budget is left ({whole})" if whole else ""))
+    emit({"data_sets": found, **({"rows": every} if rows else {})}, lines, format)
     if is_site(where):  # jobs are refused if the records of what left name rows that the ledger lacks
         records = find_site_records(where)
         check_no_lost_rows(records.root, Ledger(records.ledger))
@@ -152,16 +159,17 @@ def _stamp(when: float) -> str:
 def _lines(found: list[dict[str, Any]], rows: list[dict[str, Any]]) -> Iterator[Text | str]:
     """Yield lines on what each data set has spent, and on the releases in `rows`."""
     for one in found:
-        yield rich_line(
-            f"{one['dataset']}: {one['releases']} releases of {', '.join(one['jobs'])}; {one['ledger']}", limit=1000
-        )
+        steps = f" in {one['steps']} steps with noise" if one["steps"] != one["releases"] else ""
+        count = f"{count_with_noun(one['releases'], 'release')}{steps}"
+        yield rich_line(f"{one['dataset']}: {count}, of {', '.join(one['jobs'])}; {one['ledger']}", limit=1000)
         for unit, by_delta in one["epsilon"].items():
             if None in by_delta.values():
                 spent = "no bound: a job of a finer unit, or without noise, ran on these data"
             else:
                 spent = ", ".join(f"epsilon {value:.4g} at delta {d}" for d, value in by_delta.items())
-            limit = one["budgets"].get(unit)
-            yield f"    one {unit}: {spent}" + (f"; budget {limit['epsilon']:g} at delta {limit['delta']:g}" if limit else "")
+            if limit := one["budgets"].get(unit):
+                spent += f"; budget {limit['epsilon']:g} at delta {limit['delta']:g}, {limit['left']:.4g} left"
+            yield f"    one {unit}: {spent}"
         yield rich_line(f"    {'/'.join(one['units'])} level, {one['adjacency']}, trust {'/'.join(one['trust'])}")
         if not one["private"]:
             yield Text("    NOT PRIVATE: noise came from a seed (noise_seed in site.yaml)", "yellow")
@@ -172,8 +180,6 @@ def _lines(found: list[dict[str, Any]], rows: list[dict[str, Any]]) -> Iterator[
         noise = f"noise multiplier {row['noise_multiplier']:.4g}, rate {row['sample_rate']:g}, x {row['count']}"
         void = " (void)" if row["void"] else ""
         yield rich_line(f"{row['time']}  {row['dataset']} ({row['unit']})  {what}: {noise}{void}", limit=1000)
-    if not found:
-        yield "nothing was released yet"
 
 
 # audit -----------------------------------------------------------------------------------------------------------------

@@ -48,9 +48,12 @@ def sites(
 
 def _lines(server: Mapping[str, Any], rows: list[dict[str, Any]], now: float) -> Iterator[Table | Text]:
     """Yield a table with a row per site, and lines with each site's health and notes."""
+    seen = sum(row["seen_seconds_ago"] is not None for row in rows)  # a site may be revoked before its first heartbeat
     yield rich_line(
-        f"server: consilium {server['version']}, protocol {server['protocol']}; {count_with_noun(len(rows), 'site')} seen"
+        f"server: consilium {server['version']}, protocol {server['protocol']}; {count_with_noun(seen, 'site')} seen"
     )
+    if (age := now - server.get("clock", now)) > SILENT:  # a running server writes its file every ten seconds
+        yield rich_line(f"this list is of {_duration_text(age)} ago: the server does not run, or cannot write its files", "red")
     yield site_table(rows)
     for row in rows:
         if row["health"]:
@@ -99,13 +102,13 @@ def site_rows(found: Mapping[str, Any], now: float) -> list[dict[str, Any]]:
             "certificate_days_left": days,
             "jobs": one["jobs"],
             "health": one.get("health") if one["here"] else None,
-            "notes": _notes(one, found["server"], days),
+            "notes": _notes(one, found["server"], days, now),
         }
         rows.append(row)
     return rows
 
 
-def _notes(one: Mapping[str, Any], server: Mapping[str, Any], days: int | None) -> list[str]:
+def _notes(one: Mapping[str, Any], server: Mapping[str, Any], days: int | None, now: float) -> list[str]:
     """Return a line for each problem that an administrator should look at."""
     if not one["here"] and (cause := one.get("cause")) in list(Cause):
         return [f"{Cause(cause).text}, so the server does not let it in"]
@@ -119,6 +122,9 @@ def _notes(one: Mapping[str, Any], server: Mapping[str, Any], days: int | None) 
         for package, verdict in differences(has, wanted).items()
     }
     skew, health, left = one.get("skew", 0.0), one.get("health", {}) if one["here"] else {}, math.inf if days is None else days
+    silent = (
+        "no heartbeat for a minute: it lost power or its network, or two copies of its kit run; `consilium doctor KIT` there"
+    )
     notes = {
         f"speaks protocol {protocol}: jobs refuse it": protocol != server["protocol"],
         **others,
@@ -127,6 +133,7 @@ def _notes(one: Mapping[str, Any], server: Mapping[str, Any], days: int | None) 
         "its certificate has ended: it is out once its connection breaks; `consilium renew`": left < 0,
         "its data list cannot be read; `consilium doctor KIT` there says why": not health.get("data_readable", True),
         f"under {DISK_GIB:g} GiB of its disk are free; a job may break off": health.get("disk_free", math.inf) < DISK_GIB * GIB,
+        silent: one["here"] and one.get("last_seen", now) < min(now, server.get("clock", now)) - SILENT,
     }
     return only_true(notes)
 

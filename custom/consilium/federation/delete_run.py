@@ -7,7 +7,7 @@ import getpass
 import re
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from filelock import Timeout
 
 from consilium.core.errors import ConfigError
 from consilium.core.storage import file_lock
-from consilium.federation.run_folders import ERRORS, OWNER, STATE, all_runs
+from consilium.federation.run_folders import ERRORS, OWNER, RUNS, STATE, all_runs
 from consilium.privacy.audit_log import FILE, AuditLog, load_record
 from consilium.report.run_files import LOCK
 
@@ -30,23 +30,32 @@ _JOB = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 """The format of FLARE's job ids. An id from a record becomes part of a path here, so it is checked."""
 
 
-def expired_runs(state: Path, days: int) -> list[str]:
-    """Return the runs in which no file was written for `days` days and which have files to delete."""
-    ends = time.time() - days * 86400
+def expired_runs(state: Path, days: int, received: Mapping[str, Sequence[Path]]) -> list[str]:
+    """Return the runs in which no file was written for `days` days and which have files to delete.
+
+    `received`: FLARE's folders of jobs by run. They count for a run without other files: the site refused its jobs.
+    """
+    ends, runs = time.time() - days * 86400, {one.name for one in all_runs(state)}
     return [
-        one.name
-        for one in all_runs(state)
-        if (files := list(_files_to_delete(one))) and max(p.lstat().st_mtime for p in files) < ends
+        name
+        for name in sorted({*runs, *received})
+        if (
+            files := list(_files_to_delete(state / RUNS / name) if name in runs else ())
+            or [path for job in received.get(name, ()) for path in job.rglob("*") if path.is_symlink() or path.is_file()]
+        )
+        and max(p.lstat().st_mtime for p in files) < ends
     ]
 
 
-def delete_at_site(kit: Path, folder: Path, state: Path, reason: str) -> dict[str, Any]:
+def delete_at_site(kit: Path, folder: Path, state: Path, reason: str, received: Sequence[Path] = ()) -> dict[str, Any]:
     """Delete a run's files at a site, with FLARE's copies of its jobs in the kit, and record it in the audit log of `state`.
 
-    Return the record. Raises ConfigError if one of the run's jobs is still running.
+    `folder`: of the run; it does not exist if the site refused the job before it began. `received`: FLARE's folders of jobs;
+    the run's messages may not name them. Return the record. Raises ConfigError if one of the run's jobs is still running.
     """
     messages = [line for path in folder.rglob(FILE) for line in load_record(path)["messages"]]
-    jobs = sorted({job for one in messages if _JOB.fullmatch(job := str(one.get("flare_job", "")))})
+    named = [str(one.get("flare_job", "")) for one in messages] + [one.name for one in received]
+    jobs = sorted({job for job in named if _JOB.fullmatch(job)})
     # a running job has its id in the command lines of its processes
     words = [word for one in psutil.process_iter(["cmdline"]) for word in one.info["cmdline"] or ()]
     if going := next((job for job in jobs if any(job in word for word in words)), None):

@@ -258,14 +258,17 @@ def _check_new_rows(rows: list[Entry], planned: list[Entry], budgets: Budgets) -
 def summary(ledger: Ledger, deltas: tuple[float, ...] = (1e-5,)) -> list[dict[str, Any]]:
     """Return, per data set, the number of releases, the jobs, and the epsilon that they cost each unit at `deltas`.
 
-    A unit's epsilon is infinite if a job with a finer unit ran (see `cost`). `void`: the number of rows that promise nothing.
+    A release is the charged reply to one phase of a round. `steps`: how often noise was added in all releases; DP-SGD adds it
+    in each local step, other mechanisms once a release. A unit's epsilon is infinite if a job with a finer unit ran (see
+    `cost`). `void`: the number of rows that promise nothing.
     """
     return [
         {
             "dataset": dataset,
             "adjacency": weakest(row.adjacency for row in rows),
             "trust": sorted({row.trust for row in rows}),
-            "releases": sum(row.count for row in rows),
+            "releases": sum(row.count > 0 for row in rows),
+            "steps": sum(row.count for row in rows),
             "jobs": sorted({row.job for row in rows}),
             "units": sorted({row.unit for row in rows}),
             "private": all(row.private for row in rows),

@@ -29,6 +29,7 @@ from consilium.flare.kit.certificates import check_certificate_time, why_no_conn
 from consilium.flare.kit.connection_refusals import cause_of, refusal_message
 from consilium.flare.kit.heartbeat_client import KEY
 from consilium.flare.kit.kit_reader import server_folders
+from consilium.report import untrusted_files
 from consilium.report.live_view import progress
 
 ENDED = "FINISHED"
@@ -38,7 +39,10 @@ TIMESTAMP = len("2026-11-22 20:30:00: ")
 """Length of the timestamp before the text in a line of FLARE's scheduler."""
 LOST = "LOST"
 """Our status for a job whose server process has died. `consilium resume` continues its run."""
-NO_REASON = "no reason was left; see the logs of the server and of the sites"
+NO_REASON = (
+    "no reason was left, as if its process at the server was killed; see the logs of the server and of the sites; "
+    "`consilium resume` continues a run"
+)
 UNLISTED = "is not in allow_list"
 """Part of FLARE's error if a kit's allow-list lacks our classes, such as in a kit that FLARE's own tools made."""
 MAX_REASONS = 5
@@ -293,6 +297,22 @@ def stored_jobs(kit: Path, experiment: str) -> list[Path]:
                     names.add(read_yaml(zipfile.Path(job, name))["experiment"])
         if experiment in names:
             found.append(meta.parent)
+    return found
+
+
+def received_jobs(kit: Path) -> dict[Path, Job]:
+    """Return FLARE's metadata of the jobs that a site has received, by FLARE's folder of the job in the kit.
+
+    Each has the key `experiment`. The server has sent all these files. A folder without readable metadata is left out.
+    """
+    found: dict[Path, Job] = {}
+    for folder in untrusted_files.subfolders(kit):
+        meta: Job = {"name": "job", **untrusted_files.read_json(folder / "meta.json")}
+        if meta.get("job_id") == folder.name:
+            found[folder] = meta | {
+                "name": (name := str(meta["name"])),
+                "experiment": str(experiment_of(meta | {"name": name})),
+            }
     return found
 
 

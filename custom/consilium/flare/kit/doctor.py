@@ -202,7 +202,8 @@ def _examine_admission(kit: Path) -> Finding | str:
         return Finding("admission", "the server has answered no heartbeat yet", advice="ask again in two minutes")
     since = "yet" if age == math.inf else f"for {duration_text(age)}"
     raise ConfigError(
-        f"the server has answered no heartbeat {since}; its log says why; if another copy of this kit runs, stop one"
+        f"the server has answered no heartbeat {since}; its log says why; if another copy of this kit runs, stop it, "
+        "then stop and start this one"
     )
 
 

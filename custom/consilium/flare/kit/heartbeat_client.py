@@ -36,7 +36,7 @@ from consilium.data.text import read_site_list
 from consilium.federation.compatibility import libraries
 from consilium.federation.run_folders import RUNS, STATE
 from consilium.flare import patches
-from consilium.flare.kit.certificates import connection_refusal
+from consilium.flare.kit.certificates import connection_refusal, fetch_server_certificate
 from consilium.flare.kit.connection_refusals import (
     Cause,
     HeartbeatFilter,
@@ -58,6 +58,11 @@ RETRY = 60.0
 """Seconds between two checks of a certificate that is not valid. Each check logs one line."""
 SILENCE = 30.0
 """Seconds without a reply from the server until a site with an invalid certificate counts as refused."""
+COPIES = (
+    "the server accepts connections and answers no heartbeat of this site; if another copy of this kit runs, stop it, then "
+    "stop and start this one"
+)
+"""The log line of a site whose heartbeats the server does not answer although it runs."""
 POLL = 0.1
 """Seconds between two checks whether FLARE's client has an engine."""
 
@@ -125,11 +130,25 @@ def _watch_connection(kit: Path, registered: threading.Event) -> None:
         registered.wait(RETRY)
 
 
-def note_connection_refusal(kit: Path) -> None:
-    """Log and note the cause if TLS with the server fails because of a certificate."""
+def note_connection_refusal(kit: Path) -> bool:
+    """Log and note the cause if TLS with the server fails because of a certificate. Return whether it does."""
     if (found := connection_refusal(kit)) is not None:
         note_cause(kit, found[0])
         logging.getLogger(__name__).error(refusal_line(*found))
+    return found is not None
+
+
+def note_no_answer(kit: Path) -> None:
+    """Log why the server answers no heartbeat: its refusal of a certificate, or else another copy of the kit.
+
+    Of two copies, FLARE's server answers the one that registered last, and closes each connection for the other's. An
+    unreachable server is left out, because FLARE logs it.
+    """
+    if note_connection_refusal(kit):
+        return
+    with suppress(OSError, ConfigError):
+        fetch_server_certificate(kit)
+        logging.getLogger(__name__).error(COPIES)
 
 
 class AttendanceReport(FLComponent):
@@ -150,7 +169,7 @@ class AttendanceReport(FLComponent):
         """Put the facts into the context that FLARE sends with a heartbeat.
 
         After a heartbeat, log an error, at most once a minute, if the kit's certificate is not valid. If the server does not
-        reply either, note the certificate as the cause. If only the server does not reply, check whether TLS with it fails.
+        reply either, note the certificate as the cause. If only the server does not reply, log why, see `note_no_answer`.
         """
         if event_type == EventType.BEFORE_CLIENT_HEARTBEAT:
             if self._health is None:  # the first heartbeat; a job's process sends none
@@ -170,7 +189,7 @@ class AttendanceReport(FLComponent):
             if (wrong or away) and now - self._said >= RETRY:
                 self._said = now
                 if not wrong:  # the server's clock may differ
-                    threading.Thread(target=note_connection_refusal, args=(self._kit,), daemon=True).start()
+                    threading.Thread(target=note_no_answer, args=(self._kit,), daemon=True).start()
                     return
                 if away and cause:
                     note_cause(self._kit, cause)
