@@ -38,7 +38,7 @@ from consilium.privacy.discrete_gaussian import add_share, share_deviation
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps
 from consilium.privacy.secagg.arithmetic import Layout, quantize
 from consilium.privacy.secagg.certificates import SERVER, make_simulated_identities, read_root, read_simulated_identity
-from consilium.privacy.secagg.client import Party, SiteRecord
+from consilium.privacy.secagg.client import SecAggClient, SiteRecord
 from consilium.privacy.secagg.server import MASKED, Attempt, Collector
 from tests.conftest import small_cells, small_config, training_only
 from tests.deployment.federation import Federation
@@ -56,7 +56,7 @@ class Round:
         raw = small_config("fedit").model_dump() | {"secure_aggregation": {}}
         config = JobConfig.model_validate(raw)
         found = {n: read_simulated_identity(folder / "identities", n, SitePartnersConfig()) for n in names}
-        self.parties = {n: Party(one, config, "run", SiteRecord(folder / n)) for n, one in found.items()}
+        self.parties = {n: SecAggClient(one, config, "run", SiteRecord(folder / n)) for n, one in found.items()}
         self.collector = Collector(folder / "server", config, "run", read_root(folder / "identities/rootCA.pem"), SERVER)
         self.sent, self.order = Payload(0, 0, {"w": torch.zeros(numbers)}), [("w", (numbers,))]
         self.site, self.numbers, self.round = 0.0, numbers, 0

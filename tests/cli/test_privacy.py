@@ -109,8 +109,8 @@ def test_wrong_wishes_are_named(words: str) -> None:
 
 def test_a_ledger_is_read_by_file_folder_or_site(tmp_path: Path) -> None:
     path = tmp_path / "sites" / "a" / "ledger.sqlite"
-    Ledger(path).spend(ONE, {})
-    Ledger(path).spend(replace(ONE, round=1), {})
+    Ledger(path).charge_once(ONE, {})
+    Ledger(path).charge_once(replace(ONE, round=1), {})
     (tmp_path / "site.yaml").write_text("privacy: {ledger: sites/a/ledger.sqlite, budgets: {site: {epsilon: 3}}}")
     for where in (path, tmp_path, tmp_path / "site.yaml"):
         (found,) = json.loads(call("privacy", "ledger", str(where), "--format", "json"))["data_sets"]
@@ -141,7 +141,7 @@ def test_a_ledger_that_lacks_rows_shows_those_that_it_has_and_fails(tmp_path: Pa
     ledger, record = Ledger(tmp_path / "state" / "ledger.sqlite"), AuditLog(tmp_path / "state" / "runs" / "r" / "audit.jsonl")
     backups = []
     for round in (0, 1):
-        ledger.spend(replace(ONE, round=round), {})
+        ledger.charge_once(replace(ONE, round=round), {})
         record.add({"kind": "update", "round": round, "ledger": ledger.seal()})
         backups.append(ledger.path.read_bytes())
     words = ["privacy", "ledger", str(tmp_path / "site.yaml")]
@@ -166,7 +166,7 @@ def test_no_ledger_is_said_plainly(tmp_path: Path) -> None:
 
 
 def test_noise_from_a_seed_is_called_what_it_is(tmp_path: Path) -> None:
-    Ledger(tmp_path / "ledger.sqlite").spend(replace(ONE, private=False), {})
+    Ledger(tmp_path / "ledger.sqlite").charge_once(replace(ONE, private=False), {})
     assert "NOT PRIVATE" in call("privacy", "ledger", str(tmp_path))
 
 
@@ -174,8 +174,8 @@ def test_rows_whose_noise_can_be_taken_off_are_called_void_and_still_count(tmp_p
     """Also with budgets: epsilon is the same as of a row of this version."""
     new = replace(ONE, unit="record", noise_multiplier=1.1, sample_rate=0.1, count=20, mechanism=DISCRETE)
     old_ledger(tmp_path / "old" / "ledger.sqlite", replace(new, mechanism=""), ONE)
-    Ledger(tmp_path / "new" / "ledger.sqlite").spend(new, {})
-    Ledger(tmp_path / "new" / "ledger.sqlite").spend(ONE, {})
+    Ledger(tmp_path / "new" / "ledger.sqlite").charge_once(new, {})
+    Ledger(tmp_path / "new" / "ledger.sqlite").charge_once(ONE, {})
     text, fresh = (call("privacy", "ledger", str(tmp_path / name), "--rows") for name in ("old", "new"))
     assert "1 rows are void" in text
     assert "(record)  job run-1 round 0 phase 0: noise multiplier 1.1, rate 0.1, x 20 (void)" in text

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from consilium.adapters import adapter_state
 from consilium.client.build import build_site
 from consilium.client.client import Client
-from consilium.client.data_parallel import JointTask, Ranks, build_ranks, training_only
+from consilium.client.data_parallel import DataParallelGroup, JointTask, make_data_parallel_group, training_only
 from consilium.client.data_parallel_worker import (
     BlockRequest,
     Share,
@@ -210,7 +210,7 @@ def test_shares_add_up_to_the_gradient_of_the_batch(job: Job, tmp_path: Path) ->
 def test_a_batch_is_dealt_out_over_the_ranks_by_hand(
     base: str, size: int, parts: list[list[int]], weights: list[float], job: Job, tmp_path: Path
 ) -> None:
-    made = Ranks(job.config, SiteConfig(devices=("cpu",) * 3, base=base), DataList(tmp_path, {}), tmp_path)
+    made = DataParallelGroup(job.config, SiteConfig(devices=("cpu",) * 3, base=base), DataList(tmp_path, {}), tmp_path)
     pipes = [Pipe() for _ in range(2)]
     children: Any = [SimpleNamespace(pipe=own) for own, _ in pipes]
     made.children = children
@@ -239,7 +239,7 @@ def test_two_ranks_compute_the_loss_and_gradient_of_one(job: Job, tmp_path: Path
     expected = main.task.loss(main.model, batch)
     gradients = torch.autograd.grad(expected, live)
     (own, theirs), groups = Pipe(), dict[int, Any]()
-    made = Ranks(job.config, SiteConfig(devices=("cpu", "cpu")), DataList(tmp_path, {}), tmp_path)
+    made = DataParallelGroup(job.config, SiteConfig(devices=("cpu", "cpu")), DataList(tmp_path, {}), tmp_path)
 
     def work() -> None:
         groups[1] = join_process_group(rendezvous_store(tmp_path, 2), 1, 2, SOON)
@@ -298,7 +298,7 @@ def dies(pipe: Any) -> None:
 def test_a_failure_names_its_rank_and_ends_all(
     others: list[Any], said: str, told: str, notes: list[str] | None, job: Job, tmp_path: Path
 ) -> None:
-    made = Ranks(job.config, SiteConfig(devices=("cpu",) * 3), DataList(tmp_path, {}), tmp_path)
+    made = DataParallelGroup(job.config, SiteConfig(devices=("cpu",) * 3), DataList(tmp_path, {}), tmp_path)
     made.place = tmp_path / "ranks-1"
     made.place.mkdir()
     made.children = children = [ChildProcess(one, 1, get_context("fork")) for one in others]
@@ -322,7 +322,7 @@ def test_a_step_that_fails_ends_all_ranks(job: Job, tmp_path: Path) -> None:
         ]
     ):
         (place := tmp_path / str(number)).mkdir()
-        made = Ranks(job.config, SiteConfig(devices=("cpu",) * 2), DataList(tmp_path, {}), place)
+        made = DataParallelGroup(job.config, SiteConfig(devices=("cpu",) * 2), DataList(tmp_path, {}), place)
         child = ChildProcess(waits, 1, get_context("fork"))
         made.children, made._group = [child], join_process_group(rendezvous_store(place, 1), 0, 1)
         task: Any = SimpleNamespace(loss=Mock(side_effect=error))
@@ -333,7 +333,7 @@ def test_a_step_that_fails_ends_all_ranks(job: Job, tmp_path: Path) -> None:
 
 
 def test_a_block_is_asked_of_all_ranks_but_not_within_a_step_nor_for_gradients(job: Job, tmp_path: Path) -> None:
-    made = Ranks(job.config, SiteConfig(devices=("cpu",) * 3, base="sharded"), DataList(tmp_path, {}), tmp_path)
+    made = DataParallelGroup(job.config, SiteConfig(devices=("cpu",) * 3, base="sharded"), DataList(tmp_path, {}), tmp_path)
     pipes = [Pipe() for _ in range(2)]
     children: Any = [SimpleNamespace(pipe=own) for own, _ in pipes]
     made.children, made.together = children, True
@@ -368,7 +368,7 @@ def test_training_that_is_more_than_a_batchs_loss_is_refused(
 ) -> None:
     config = JobConfig.model_validate(small_cells(strategy).model_dump() | {"privacy": privacy})
     with pytest.raises(ConsiliumError, match=f"site.yaml: devices: {why}.*; give one device"):
-        build_ranks(config, SiteConfig(devices=("cpu", "cpu")), DataList(tmp_path, {}), tmp_path)
+        make_data_parallel_group(config, SiteConfig(devices=("cpu", "cpu")), DataList(tmp_path, {}), tmp_path)
 
 
 def test_site_yaml_names_gpus_by_number(tmp_path: Path) -> None:

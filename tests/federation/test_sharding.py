@@ -10,7 +10,7 @@ from torch import nn
 
 from consilium.adapters import adapter_state
 from consilium.client.build import build_site
-from consilium.client.data_parallel import build_ranks
+from consilium.client.data_parallel import make_data_parallel_group
 from consilium.config.job import JobConfig
 from consilium.config.site import CapacityConfig, SiteConfig, load_site
 from consilium.core.errors import ConfigError, ConsiliumError
@@ -107,15 +107,15 @@ def test_what_needs_the_whole_base_is_refused(job: JobConfig, change: dict[str, 
     raw = job.model_dump()
     config = JobConfig.model_validate(raw | {section: raw[section] | fields for section, fields in change.items()})
     with pytest.raises(ConsiliumError, match=f"site.yaml: base: 'sharded': {why}.*; use replicated"):
-        build_ranks(config, SiteConfig(devices=("cpu", "cpu"), base="sharded"), DataList(tmp_path, {}), tmp_path)
+        make_data_parallel_group(config, SiteConfig(devices=("cpu", "cpu"), base="sharded"), DataList(tmp_path, {}), tmp_path)
 
 
 def test_capacity_and_unequal_ranks_need_the_whole_base(tmp_path: Path) -> None:
     """Capacity alone does not: a strategy of one rank for all never measures it."""
     site = SiteConfig(devices=("cpu", "cpu"), base="sharded", capacity=CapacityConfig(train=2))
     with pytest.raises(ConsiliumError, match=r"base: 'sharded': capacity is measured by steps.*; use replicated"):
-        build_ranks(small_text("hetlora"), site, DataList(tmp_path, {}), tmp_path)
-    build_ranks(small_text("fedit"), site, DataList(tmp_path, {}), tmp_path)
+        make_data_parallel_group(small_text("hetlora"), site, DataList(tmp_path, {}), tmp_path)
+    make_data_parallel_group(small_text("fedit"), site, DataList(tmp_path, {}), tmp_path)
 
 
 def test_sites_that_share_a_process_cannot_have_it_in_parts(tmp_path: Path) -> None:

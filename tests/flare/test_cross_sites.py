@@ -26,7 +26,7 @@ from consilium.server.checks import check_shared_model
 from consilium.server.coordinator import Coordinator
 from consilium.server.cross_site import CrossSites
 from consilium.server.run_start import Saved
-from consilium.use.model import cross_sites
+from consilium.use.model import evaluate_cross_site
 from tests.conftest import small_config
 from tests.flare.running import Runner, edited, listen, state_of
 
@@ -88,7 +88,9 @@ def test_matrix_equals_in_process(flare: Runner, hospitals: Path, beside: Path) 
     shared, gives = found["values"]
     assert shared[:2] == [results[name]["test/global/dice"] for name in TRAINED]
     assert gives[0] == results["gives"]["test/personalized/dice"]
-    other = cross_sites(beside / "first", hospitals, Stage.PERSONALIZED, SiteConfig(), "test", False, lambda *cell: None)
+    other = evaluate_cross_site(
+        beside / "first", hospitals, Stage.PERSONALIZED, SiteConfig(), "test", False, lambda *cell: None
+    )
     assert gives == other.values[other.models.index("gives")]
     assert json.loads((workspace / "results.json").read_text())["gives"]["test/global/dice"] == shared[0]
     assert (workspace / "cross_sites.png").stat().st_size > 5000
@@ -120,7 +122,9 @@ def test_shared_model_scores_as_its_file(hospitals: Path, beside: Path) -> None:
     results = json.loads((beside / "first/results.json").read_text())
     shared, gives = crossed(beside / "second", hospitals, crossing())["values"]
     assert shared[:2] == [results[name]["test/global/dice"] for name in TRAINED]
-    other = cross_sites(beside / "first", hospitals, Stage.PERSONALIZED, SiteConfig(), "test", False, lambda *cell: None)
+    other = evaluate_cross_site(
+        beside / "first", hospitals, Stage.PERSONALIZED, SiteConfig(), "test", False, lambda *cell: None
+    )
     assert gives == other.values[other.models.index("gives")]
     assert gives != shared
 

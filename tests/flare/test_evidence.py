@@ -55,7 +55,7 @@ def clinic(hub: Path) -> Path:
     record = AuditLog(kit / STATE / "runs/fundus-1/sites/clinic/r1" / FILE)
     record.add({"site": "clinic", "run": "r1", "experiment": "fundus-1", "kind": "hello", "flare_job": job})
     record.add({"site": "clinic", "run": "r1", "kind": "train", "round": 0, "phase": 0, "flare_job": job, "metrics": {}})
-    Ledger(kit / STATE / "ledger.sqlite").spend(ROW, {"site": BudgetConfig(epsilon=50)})
+    Ledger(kit / STATE / "ledger.sqlite").charge_once(ROW, {"site": BudgetConfig(epsilon=50)})
     config = kit / job / "app_clinic/config/job.yaml"
     config.parent.mkdir(parents=True)
     config.write_text("name: fundus\n")
@@ -377,7 +377,7 @@ def test_lost_rows_need_acceptance(cut: int, tmp_path: Path) -> None:
     """Rows cut off the end leave a chain that is right in itself, and so does a file that is gone."""
     ledger, record = Ledger(tmp_path / "ledger.sqlite"), AuditLog(tmp_path / FILE)
     for round in range(2):
-        ledger.spend(replace(ROW, round=round), {})
+        ledger.charge_once(replace(ROW, round=round), {})
         record.add({"kind": "update", "round": round, "phase": 0, "ledger": ledger.seal()})
     whole = {"audit-1.jsonl": (tmp_path / FILE).read_bytes(), LEDGER: ledger.path.read_bytes()}
     assert verify_chains(whole) == {"messages": 2, "record": None, "rows": 2, "ledger": None}

@@ -16,7 +16,7 @@ from nvflare.lighter.utils import Identity, generate_cert, serialize_cert, verif
 
 from consilium.core.errors import ConfigError
 from consilium.flare.kit.provision import FORMER, provision
-from consilium.flare.kit.renewal import renew, replace_root, update_kit
+from consilium.flare.kit.renewal import renew, start_root_key_rollover, update_kit
 from tests.conftest import run
 from tests.flare.test_certificates import deployment
 
@@ -107,7 +107,7 @@ def test_expired_root_is_not_replaced(kits: Path) -> None:
     start, end = before - timedelta(days=9), before - timedelta(days=1)
     ended = generate_cert(me, me, key, key.public_key(), ca=True, not_valid_before=start, not_valid_after=end)
     with pytest.raises(ConfigError, match="root has ended"):
-        replace_root(state | {"root_cert": serialize_cert(ended).decode()}, 30)
+        start_root_key_rollover(state | {"root_cert": serialize_cert(ended).decode()}, 30)
 
 
 def test_new_root_makes_all_kits(kits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -170,9 +170,9 @@ def test_shares_of_all_sites_are_the_noise_of_one_run_on_all_data() -> None:
 
 def test_a_sum_that_may_hold_fewer_honest_shares_is_refused() -> None:
     found = plan(job(STEPS | {"noise_multiplier": 1.0}))
-    found.check_shares(2)
+    found.check_honest_noise_shares(2)
     with pytest.raises(RefusedError, match=r"1 shares.*plan counts 2.*secure_aggregation\.threshold"):
-        found.check_shares(1)
+        found.check_honest_noise_shares(1)
 
 
 def test_a_job_that_names_no_threshold_is_told_what_one_would_save() -> None:

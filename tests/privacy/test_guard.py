@@ -190,7 +190,7 @@ def test_a_word_that_a_former_version_has_paid_meanwhile_pays_for_no_release(mak
     train(guard, "other", broadcast(job), result(job))
     (row,) = guard.ledger.entries()
     task = ask(guard, job)
-    guard.ledger.spend(replace(row, run=task.run, digest=""), {})
+    guard.ledger.charge_once(replace(row, run=task.run, digest=""), {})
     with pytest.raises(RefusedError, match="nothing was sent"):
         guard.release(task, result(job))
     train(make(job), "r", broadcast(job), result(job))
@@ -304,7 +304,7 @@ def test_a_word_of_a_former_version_is_a_word(make: Make) -> None:
     job = private_job()
     guard = make(job)
     task = ask(guard, job)
-    guard.ledger.spend(guard.replay.charges.row(task.run, (0, 0)), {})
+    guard.ledger.charge_once(guard.replay.charges.row(task.run, (0, 0)), {})
     train(make(job), "r", broadcast(job), result(job))
     assert [row.count for row in guard.ledger.entries()] == [1, 1]
 

@@ -38,8 +38,8 @@ AFFORDABLE = 206  # exact: sqrt(T) / 20 = mu with epsilon(mu, 1e-5) = 3
 def test_rows_come_back_as_written(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "new" / "ledger.sqlite")
     assert ledger.entries() == []
-    ledger.spend(ONE, BUDGET)
-    ledger.spend(replace(ONE, phase=1, private=False), BUDGET)
+    ledger.charge_once(ONE, BUDGET)
+    ledger.charge_once(replace(ONE, phase=1, private=False), BUDGET)
     assert ledger.entries() == [ONE, replace(ONE, phase=1, private=False)]
     assert len(ledger.rows()) == 2
 
@@ -47,7 +47,7 @@ def test_rows_come_back_as_written(tmp_path: Path) -> None:
 def test_a_replay_spends_nothing(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "l")
     for _ in range(3):
-        ledger.spend(ONE, BUDGET)
+        ledger.charge_once(ONE, BUDGET)
     assert len(ledger.entries()) == 1
 
 
@@ -58,18 +58,18 @@ def test_the_budget_outlives_jobs_and_stops_at_the_last_release_it_covers(tmp_pa
         < epsilon_of([GaussianEvent(20.0, 1.0, AFFORDABLE + 1)], 1e-5)
     )
     ledger = Ledger(tmp_path / "l")
-    ledger.spend(replace(ONE, count=AFFORDABLE - 1), BUDGET)
-    ledger.spend(replace(ONE, job="other", run="run-2"), BUDGET)
+    ledger.charge_once(replace(ONE, count=AFFORDABLE - 1), BUDGET)
+    ledger.charge_once(replace(ONE, job="other", run="run-2"), BUDGET)
     with pytest.raises(RefusedError, match=r"epsilon 2\.993 of 3 at delta 1e-05.*3\.001"):
-        ledger.spend(replace(ONE, run="run-3"), BUDGET)
+        ledger.charge_once(replace(ONE, run="run-3"), BUDGET)
     assert len(ledger.entries()) == 2
-    ledger.spend(replace(ONE, dataset="ward-8"), BUDGET)  # another data set, another budget
+    ledger.charge_once(replace(ONE, dataset="ward-8"), BUDGET)  # another data set, another budget
 
 
 def test_a_plan_is_checked_with_what_it_has_spent_already_counted_once(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "l")
     plan = [replace(ONE, round=round) for round in range(AFFORDABLE)]
-    ledger.spend(plan[0], BUDGET)
+    ledger.charge_once(plan[0], BUDGET)
     ledger.check_budget(plan, BUDGET)
     with pytest.raises(RefusedError, match="privacy budget"):
         ledger.check_budget([*plan, replace(ONE, round=AFFORDABLE)], BUDGET)
@@ -79,7 +79,7 @@ def test_a_plan_is_checked_with_what_it_has_spent_already_counted_once(tmp_path:
 def _spend_many(path: Path, run: str) -> None:
     for round in range(60):
         try:
-            Ledger(path).spend(replace(ONE, run=run, round=round, noise_multiplier=10.0), BUDGET)
+            Ledger(path).charge_once(replace(ONE, run=run, round=round, noise_multiplier=10.0), BUDGET)
         except RefusedError:
             return
 
@@ -114,10 +114,10 @@ class _Meanwhile(dict[str, BudgetConfig]):
 def test_a_release_is_written_before_another_is_checked(tmp_path: Path) -> None:
     """Each of two releases alone fits into the budget: the first is written, the second counts it."""
     half, first = replace(ONE, count=AFFORDABLE // 2 + 1), replace(ONE, dataset="ward-8")
-    Ledger(tmp_path / "l").spend(first, BUDGET)
-    budgets = _Meanwhile(BUDGET, lambda: Ledger(tmp_path / "l").spend(replace(half, run="run-2"), BUDGET))
+    Ledger(tmp_path / "l").charge_once(first, BUDGET)
+    budgets = _Meanwhile(BUDGET, lambda: Ledger(tmp_path / "l").charge_once(replace(half, run="run-2"), BUDGET))
     with budgets.pool:
-        assert Ledger(tmp_path / "l").spend(half, budgets)
+        assert Ledger(tmp_path / "l").charge_once(half, budgets)
         with pytest.raises(RefusedError, match="privacy budget"):
             budgets.found.result()
     assert Ledger(tmp_path / "l").entries() == [first, half]
@@ -125,7 +125,7 @@ def test_a_release_is_written_before_another_is_checked(tmp_path: Path) -> None:
 
 def _die_in_a_transaction(path: Path) -> None:
     ledger = Ledger(path)
-    ledger.spend(ONE, BUDGET)
+    ledger.charge_once(ONE, BUDGET)
     with sqlite3.connect(path, isolation_level=None) as db:
         db.execute("BEGIN IMMEDIATE")
         db.execute("DELETE FROM releases")
@@ -149,7 +149,7 @@ def test_a_ledger_that_cannot_be_used_refuses(content: bytes | None, tmp_path: P
     else:
         path.write_bytes(content)
     with pytest.raises(RefusedError, match="cannot be used"):
-        Ledger(path).spend(ONE, BUDGET)
+        Ledger(path).charge_once(ONE, BUDGET)
     with pytest.raises(RefusedError, match="cannot be used"):
         Ledger(path).entries()
 
@@ -157,7 +157,7 @@ def test_a_ledger_that_cannot_be_used_refuses(content: bytes | None, tmp_path: P
 def test_data_known_by_their_list_do_not_begin_anew_under_a_name(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "l")
     check_dataset_name("a", "ward-7", "/data/list.json", ledger)
-    ledger.spend(replace(ONE, dataset="/data/list.json"), {})
+    ledger.charge_once(replace(ONE, dataset="/data/list.json"), {})
     with pytest.raises(RefusedError, match=r"patients: /data/list\.json"):
         check_dataset_name("a", "ward-7", "/data/list.json", ledger)
     for dataset, listed in (("/data/list.json", "/data/list.json"), ("ward-7", ""), ("ward-7", "/data/other.json")):
@@ -166,8 +166,8 @@ def test_data_known_by_their_list_do_not_begin_anew_under_a_name(tmp_path: Path)
 
 def test_a_summary_names_what_its_epsilon_means(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "l")
-    ledger.spend(ONE, {})
-    ledger.spend(replace(ONE, round=1, adjacency="replace", private=False), {})
+    ledger.charge_once(ONE, {})
+    ledger.charge_once(replace(ONE, round=1, adjacency="replace", private=False), {})
     (found,) = summary(ledger, (1e-5, 1e-2))
     assert (found["dataset"], found["units"], found["adjacency"], found["trust"]) == ("ward-7", ["site"], "zero-out", ["local"])
     assert not found["private"]
@@ -179,8 +179,8 @@ def test_a_site_level_release_counts_for_a_record_too(tmp_path: Path) -> None:
     """Two sets that differ in a record give two updates within the clip, up to 2 C apart: mu is 2 / sigma, or 1 / sigma where
     the noise was sized for 2 C. Composed by hand: mu^2 adds up."""
     ledger = Ledger(tmp_path / "l")
-    ledger.spend(ONE, {})
-    ledger.spend(replace(ONE, round=1, adjacency="replace"), {})
+    ledger.charge_once(ONE, {})
+    ledger.charge_once(replace(ONE, round=1, adjacency="replace"), {})
     (found,) = summary(ledger)
     assert found["epsilon"]["record"]["1e-05"] == pytest.approx(
         gaussian_epsilon(math.sqrt((2 / 20) ** 2 + (1 / 20) ** 2), 1e-5)
@@ -190,11 +190,11 @@ def test_a_site_level_release_counts_for_a_record_too(tmp_path: Path) -> None:
 
 def test_a_record_level_release_ends_a_claim_about_the_whole_site(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "l")
-    ledger.spend(ONE, BUDGET)
+    ledger.charge_once(ONE, BUDGET)
     record = replace(ONE, unit="record", round=1)
     with pytest.raises(RefusedError, match=r"one site.*'ward-7'.* epsilon 0\.\d+ of 3 .* inf"):
-        ledger.spend(record, BUDGET)
-    ledger.spend(record, {"record": BudgetConfig(epsilon=3.0, delta=1e-5)})
+        ledger.charge_once(record, BUDGET)
+    ledger.charge_once(record, {"record": BudgetConfig(epsilon=3.0, delta=1e-5)})
     assert summary(ledger)[0]["epsilon"]["site"]["1e-05"] == math.inf
 
 
@@ -202,8 +202,8 @@ def test_both_units_together_cost_a_record_what_both_cost_it(tmp_path: Path) -> 
     """The case that was shown as site 1.27 and record 2.92, side by side: for a record it is over 4."""
     ledger, delta = Ledger(tmp_path / "l"), 1e-5
     site, record = (noise_multiplier(epsilon, delta, 1) for epsilon in (1.27, 2.92))
-    ledger.spend(replace(ONE, noise_multiplier=site), {})
-    ledger.spend(replace(ONE, unit="record", noise_multiplier=record), {})
+    ledger.charge_once(replace(ONE, noise_multiplier=site), {})
+    ledger.charge_once(replace(ONE, unit="record", noise_multiplier=record), {})
     by_hand = gaussian_epsilon(math.sqrt((2 / site) ** 2 + (1 / record) ** 2), delta)
     assert summary(ledger)[0]["epsilon"]["record"]["1e-05"] == pytest.approx(by_hand)
     assert by_hand > 4.1
@@ -213,22 +213,22 @@ def test_both_units_together_cost_a_record_what_both_cost_it(tmp_path: Path) -> 
 @pytest.mark.parametrize("unit", ["site", "record"])
 def test_a_known_release_on_other_terms_is_refused(unit: str, change: dict, tmp_path: Path) -> None:
     ledger, one = Ledger(tmp_path / "l"), replace(ONE, unit=unit)
-    ledger.spend(one, {})
+    ledger.charge_once(one, {})
     for refused in (
-        lambda: ledger.spend(replace(one, **change), {}),
+        lambda: ledger.charge_once(replace(one, **change), {}),
         lambda: ledger.check_budget([replace(one, **change)], {}),
     ):
         with pytest.raises(RefusedError, match="other noise, clip or data"):
             refused()
-    ledger.spend(replace(one, count=0, digest="aa"), {})
+    ledger.charge_once(replace(one, count=0, digest="aa"), {})
     with pytest.raises(RefusedError, match="released with other bytes"):
-        ledger.spend(replace(one, count=0, digest="bb"), {})
+        ledger.charge_once(replace(one, count=0, digest="bb"), {})
 
 
 @pytest.mark.parametrize("change", ["job = x'00ff'", "dataset = x'00ff'", "clip = 'much'"])
 def test_a_value_of_another_kind_is_refused_in_a_line(change: str, tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
-    Ledger(path).spend(ONE, BUDGET)
+    Ledger(path).charge_once(ONE, BUDGET)
     with sqlite3.connect(path) as db:
         db.execute(f"UPDATE releases SET {change}")
     with pytest.raises(RefusedError, match=r"row 1 .*(version|altered)"):
@@ -241,7 +241,7 @@ def test_a_file_that_a_kill_left_empty_is_a_ledger_without_rows(tmp_path: Path) 
     ledger.path.touch()
     assert (ledger.entries(), ledger.seal()) == ([], "")
     ledger.check_budget([ONE], {})
-    ledger.spend(ONE, {})
+    ledger.charge_once(ONE, {})
     assert len(Ledger(ledger.path).entries()) == 1
 
 
@@ -278,7 +278,7 @@ def test_an_old_ledger_is_read_and_goes_on_and_its_rows_of_dpsgd_at_sites_are_vo
     assert ledger.entries() == rows
     assert [row.is_void for row in ledger.entries()] == [False, True, False, True]
     new = replace(RECORD, run="run-10", mechanism=DISCRETE)
-    ledger.spend(new, {})
+    ledger.charge_once(new, {})
     assert Ledger(tmp_path / "l").entries() == [*rows, new]
     assert not new.is_void
     (found,) = summary(ledger)
@@ -289,14 +289,14 @@ def test_an_old_ledger_is_read_and_goes_on_and_its_rows_of_dpsgd_at_sites_are_vo
 
 def test_an_old_row_is_the_same_release_under_this_version_and_spends_nothing(tmp_path: Path) -> None:
     ledger = old_ledger(tmp_path / "l", ONE)
-    assert not ledger.spend(replace(ONE, mechanism=DISCRETE), BUDGET)
+    assert not ledger.charge_once(replace(ONE, mechanism=DISCRETE), BUDGET)
     assert ledger.entries() == [ONE]
 
 
 @pytest.mark.parametrize(("row", "named"), [(RECORD, DISCRETE), (replace(RECORD, mechanism=DISCRETE), "")])
 def test_a_row_whose_mechanism_was_written_or_taken_out_later_breaks_the_chain(tmp_path: Path, row: Entry, named: str) -> None:
     ledger = Ledger(tmp_path / "l")
-    ledger.spend(row, {})
+    ledger.charge_once(row, {})
     with sqlite3.connect(tmp_path / "l") as db:
         db.execute("UPDATE releases SET mechanism = ?", (named,))
     db.close()
@@ -310,13 +310,13 @@ def test_a_row_covers_a_release_of_the_same_terms_with_noise_not_under_its_own(
 ) -> None:
     """Another version may round noise otherwise; less noise than was charged is refused."""
     ledger = Ledger(tmp_path / "l")
-    ledger.spend(ONE, BUDGET)
+    ledger.charge_once(ONE, BUDGET)
     again = replace(ONE, noise_multiplier=ONE.noise_multiplier * factor)
     if covered:
-        assert not ledger.spend(again, BUDGET)
+        assert not ledger.charge_once(again, BUDGET)
     else:
         with pytest.raises(RefusedError, match="noise"):
-            ledger.spend(again, BUDGET)
+            ledger.charge_once(again, BUDGET)
     assert ledger.entries() == [ONE]
 
 

@@ -261,11 +261,11 @@ def test_a_patient_level_row_costs_a_record_two_patients_at_most_by_group_privac
 
 def test_budgets_for_patients_are_kept(tmp_path: Path) -> None:
     ledger, budgets = Ledger(tmp_path / "l"), {"patient": BudgetConfig(epsilon=0.4, delta=1e-5)}
-    ledger.spend(ROW, budgets)
+    ledger.charge_once(ROW, budgets)
     with pytest.raises(RefusedError, match=r"one patient.*'ward-7'.* epsilon 0\.\d+ of 0\.4"):
         ledger.check_budget([replace(ROW, round=n) for n in range(1, 9)], budgets)
     with pytest.raises(RefusedError, match=r"one patient .* inf.*record level"):
-        ledger.spend(replace(ROW, unit="record", run="other"), budgets)
+        ledger.charge_once(replace(ROW, unit="record", run="other"), budgets)
 
 
 OLD = """CREATE TABLE releases (time REAL NOT NULL, "dataset" NOT NULL, "unit" NOT NULL, "adjacency" NOT NULL, "trust" NOT NULL,
@@ -284,5 +284,5 @@ def test_rows_of_the_version_before_patients_are_read_and_new_ones_follow_them(t
     ledger = Ledger(path)
     assert [(row.unit, row.count) for row in ledger.entries()] == [("record", 50)]
     assert epsilon_for("record", ledger.entries(), 1e-5) == pytest.approx(epsilon_of([GaussianEvent(20.0, 0.01, 50)], 1e-5))
-    ledger.spend(replace(ROW, run="run-2"), {})
+    ledger.charge_once(replace(ROW, run="run-2"), {})
     assert [row.unit for row in ledger.entries()] == ["record", "patient"]

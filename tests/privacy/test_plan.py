@@ -125,9 +125,9 @@ def test_a_plan_that_just_fits_a_budget_fits_when_it_is_charged(counted: str, tm
     found = make_plan(config, config.strategy)
     row = Entry("d", "record", "zero-out", "distributed", "job", "run", 0, 0, found.noise_multiplier, 0.1, 10_000, 1.0)
     budget = {"record": BudgetConfig(epsilon=found.epsilon(), delta=found.config.delta)}
-    Ledger(tmp_path / "ledger").spend(row, budget)
+    Ledger(tmp_path / "ledger").charge_once(row, budget)
     with pytest.raises(RefusedError, match="budget"):
-        Ledger(tmp_path / "ledger").spend(replace(row, round=1, count=100), budget)
+        Ledger(tmp_path / "ledger").charge_once(replace(row, round=1, count=100), budget)
 
 
 @pytest.mark.parametrize("rounds", [1, 20_000])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from consilium.strategies.heterogeneity_leakage import Move, drift_and_leakage
+from consilium.strategies.heterogeneity_leakage import LocalUpdate, drift_and_leakage
 
 ENC, DEC = "image_encoder.blocks.0.attn.qkv", "mask_decoder.transformer.layers.0.self_attn.q_proj"
 
@@ -24,16 +24,16 @@ def test_two_sites_of_single_numbers_by_hand() -> None:
     (3 * 1 * (-.5) - 3 * 1.5) / 4 = -1.5.
     """
     ends = {"one": (scalar(1, 1), scalar(1, 2)), "two": (scalar(3, 1), scalar(3, 0))}
-    even = drift_and_leakage({name: Move(*pair, 1) for name, pair in ends.items()}, {ENC: "B"})
+    even = drift_and_leakage({name: LocalUpdate(*pair, 1) for name, pair in ends.items()}, {ENC: "B"})
     assert even["proposition 3.2/common drift"] == pytest.approx(2)
     assert even["proposition 3.2/leakage"] == pytest.approx(2)
     assert even["leaked share/of both"] == pytest.approx(0.5)
     assert even["assumption 3.3/smallest singular value"] == pytest.approx(1)
-    uneven = drift_and_leakage({name: Move(*pair, 3 if name == "one" else 1) for name, pair in ends.items()}, {ENC: "B"})
+    uneven = drift_and_leakage({name: LocalUpdate(*pair, 3 if name == "one" else 1) for name, pair in ends.items()}, {ENC: "B"})
     assert uneven["proposition 3.2/common drift"] == pytest.approx(0)
     assert uneven["proposition 3.2/leakage"] == pytest.approx(1.5)
     assert uneven["leaked share/of both"] == pytest.approx(1)
-    still = drift_and_leakage({"one": Move(scalar(1, 1), scalar(1, 1), 1)}, {ENC: "B"})
+    still = drift_and_leakage({"one": LocalUpdate(scalar(1, 1), scalar(1, 1), 1)}, {ENC: "B"})
     assert still["leaked share/of both"] == 0
 
 
@@ -47,7 +47,7 @@ def test_both_sharings_equal_the_printed_sums_on_dense_gradients() -> None:
     moves = {}
     for name, weight in weights.items():
         pair = [{n: t for layer, shape in shapes.items() for n, t in random(layer, *shape).items()} for _ in range(2)]
-        moves[name] = Move(pair[0], pair[1], weight)
+        moves[name] = LocalUpdate(pair[0], pair[1], weight)
     common, leaked = 0.0, 0.0
     for layer, which in {ENC: "B", DEC: "A"}.items():
         private = f"{layer}.lora_{'A' if which == 'B' else 'B'}"
@@ -69,6 +69,6 @@ def test_both_sharings_equal_the_printed_sums_on_dense_gradients() -> None:
 def test_equal_private_factors_leak_nothing_and_assumption_3_3_fails_at_zero() -> None:
     """The paper's first vanishing condition; B = 0, where every run starts, has no singular value over 0."""
     a, b = torch.eye(2), torch.zeros(3, 2)
-    found = drift_and_leakage({n: Move(factors(a, b), factors(a, b + k), 1) for k, n in enumerate("xyz")}, {ENC: "B"})
+    found = drift_and_leakage({n: LocalUpdate(factors(a, b), factors(a, b + k), 1) for k, n in enumerate("xyz")}, {ENC: "B"})
     assert found["proposition 3.2/leakage"] == 0
     assert found["assumption 3.3/smallest singular value"] == 0

@@ -141,7 +141,7 @@ def test_monai_writes_the_classes_that_the_model_gives(tmp_path: Path) -> None:
 
 def test_points_of_a_bundle_are_scaled_as_their_picture_is(tmp_path: Path) -> None:
     config = changed(FUNDUS, task={"classes": ["a", "b"], "prompt": "point", "resize": "stretch"})
-    made = export_formats.inference_config(config)
+    made = export_formats.bundle_inference_config(config)
     assert (made["points"], made["datalist"]["prompts"]) == ("", "@points")
     file = picture(tmp_path / "one.png", (128, 96, 3))
     (tmp_path / "points.csv").write_text("image,class,x,y\none.png,b,48,32\n")
@@ -158,7 +158,7 @@ def test_points_of_a_bundle_are_scaled_as_their_picture_is(tmp_path: Path) -> No
 def test_a_bundle_reads_pictures_as_training_does_to_the_bit(resize: str, window: Any, tmp_path: Path) -> None:
     config = changed(FUNDUS, task={"classes": ["a"], "resize": resize, "window": window})
     settings: Any = config.task
-    made = export_formats.inference_config(config)["preprocessing"]["transforms"][0]
+    made = export_formats.bundle_inference_config(config)["preprocessing"]["transforms"][0]
     reader = bundle_scripts.ReadPicture(made["side"], made["resize"], made["padding"], made["window"])
     files = [picture(tmp_path / "colours.png", (33, 90, 3)), picture(tmp_path / "grey.png", (90, 33))]
     files += [picture(tmp_path / "deep.png", (70, 70), np.uint16), picture(tmp_path / "deep.tif", (40, 64), np.float32)]

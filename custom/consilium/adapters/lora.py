@@ -23,7 +23,7 @@ from consilium.adapters.names import (
     OWN,
     factor,
     is_head,
-    is_local,
+    is_local_adapter,
     is_magnitude,
     prepare_linear_layers,
 )
@@ -202,7 +202,7 @@ def export(folder: Path, values: Mapping[str, Tensor], config: LoraConfig, base:
         return
     own = {n: t for n, t in values.items() if factor(n) or is_head(n) or is_magnitude(n)}
     save_peft(folder, own, config.rank, config.plain_alpha, name, target, base.head_apart)
-    if local := {n.replace(".local_", ".lora_"): t for n, t in values.items() if is_local(n)}:
+    if local := {n.replace(".local_", ".lora_"): t for n, t in values.items() if is_local_adapter(n)}:
         save_peft(folder / "local", local, config.rank, config.plain_alpha, name, target)
-    rest = {n: t for n, t in values.items() if n not in own and not is_local(n)}
+    rest = {n: t for n, t in values.items() if n not in own and not is_local_adapter(n)}
     save_tensors(folder / "decoder.safetensors", rest)

@@ -59,7 +59,7 @@ def checked_lora_factor(name: str, strategy: str) -> str | None:
     return factor(name)
 
 
-def is_local(name: str) -> bool:
+def is_local_adapter(name: str) -> bool:
     """Return whether a tensor belongs to a second, local adapter."""
     return name.rpartition(".")[2] in LOCAL.values()
 
@@ -72,7 +72,7 @@ def local_factor_name(name: str) -> str:
 
 def is_strategy_part(name: str) -> bool:
     """Return whether a tensor belongs to a part that the job's strategy requests, see strategy_modules.py."""
-    return is_local(name) or name in (SHIFT, MEAN)
+    return is_local_adapter(name) or name in (SHIFT, MEAN)
 
 
 def is_head(name: str) -> bool:

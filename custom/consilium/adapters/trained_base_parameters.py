@@ -42,7 +42,7 @@ def whole_base(model: nn.Module, config: FullConfig) -> list[str]:
     return [f"{WHOLE_BASE}.{name}" for name, _ in model.named_parameters() if not is_head(name)]
 
 
-def no_shapes(model: nn.Module, config: FullConfig, base: ModelKind) -> Shapes:
+def full_adapter_shapes(model: nn.Module, config: FullConfig, base: ModelKind) -> Shapes:
     """Return {}, because all trained parameters belong to the base. Raises ConfigError for a model too large to send."""
     adapter_state.check_size(sum(parameter.numel() for parameter in model.parameters()))
     return {}
@@ -53,6 +53,6 @@ def train_whole(model: nn.Module, config: FullConfig, base: ModelKind) -> None:
     adapter_state.freeze_base(model, [], whole_base(model, config))
 
 
-def export_whole(folder: Path, values: Mapping[str, Tensor], config: FullConfig, base: ModelKind, name: str) -> None:
+def export_full_weights(folder: Path, values: Mapping[str, Tensor], config: FullConfig, base: ModelKind, name: str) -> None:
     """See AdapterKind.export."""
     save_tensors(folder / "model.safetensors", values)

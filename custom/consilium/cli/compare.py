@@ -8,7 +8,15 @@ from typing import Annotated, Literal, get_args
 import typer
 from rich.console import Console
 
-from consilium.cli.options import FILE_WIDTH, WorkspaceOption, pipeline_note, show, study_command, study_size, table_console
+from consilium.cli.options import (
+    FILE_WIDTH,
+    WorkspaceOption,
+    pipeline_test_note,
+    show,
+    study_command,
+    study_size,
+    table_console,
+)
 from consilium.core.errors import ConfigError
 from consilium.core.lazy import call
 from consilium.core.messages import Stage
@@ -163,7 +171,11 @@ def _study_groups(study: Study, path: Path, workspace: Path | None) -> tuple[lis
     groups, why = group_comparable(found, absent)
     numbers = read_published(study.config.published, axes, study.config.floor)
     notes = [f"left out by the study: {' '.join(one[axis] for axis in axes)}: {reason}" for one, reason in study.excluded()]
-    notes = [*dict.fromkeys(notes), *(f"other data: {one}" for one in why), *([pipeline_note(study.size)] * bool(study.size))]
+    notes = [
+        *dict.fromkeys(notes),
+        *(f"other data: {one}" for one in why),
+        *([pipeline_test_note(study.size)] * bool(study.size)),
+    ]
     if study.size and numbers:
         return groups, [*notes, f"published numbers and floor are of the whole study, not of --{study.size}: not shown"], []
     alone = sum(all(method_of(one, group) is None for group in groups) for one in numbers if not one.floor)

@@ -28,8 +28,8 @@ from consilium.use.model import (
     Split,
     TrainedModel,
     check_generated_data,
-    cross_sites,
     evaluate as evaluate_model,
+    evaluate_cross_site,
     open_model,
     read_site_config,
 )
@@ -156,7 +156,9 @@ def evaluate(
         if there := [path for path in files if path.exists()]:
             raise ConfigError(f"--out: {there[0]}: is there already; give another folder")
         with progress_bar("evaluating", None, format) as advance:
-            table = cross_sites(model, data, stage or Stage.PERSONALIZED, own, split, best, lambda model, site: advance())
+            table = evaluate_cross_site(
+                model, data, stage or Stage.PERSONALIZED, own, split, best, lambda model, site: advance()
+            )
         if out is not None:
             table.write(out)
         emit(asdict(table), [table.table(), *[f"written: {', '.join(map(str, files))}"] * bool(files)], format)

@@ -98,7 +98,7 @@ def study_size(smoke: bool, small: bool) -> Literal["", "smoke", "small"]:
     return "smoke" if smoke else "small" if small else ""
 
 
-def pipeline_note(size: str) -> str:
+def pipeline_test_note(size: str) -> str:
     """Return a note that scores of a study's --smoke or --small say nothing about methods."""
     what = f"--{size} tests the pipeline, with little training: its scores say nothing about the methods"
     return f"{what}; leave --{size} out for scores that do"

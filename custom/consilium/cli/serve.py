@@ -131,7 +131,7 @@ class KitSite:
             for one in strangers[: max(len(server.connections) + 1 - MOST_CONNECTIONS, 0)]:
                 if one.transport is not None:
                     one.transport.abort()  # close() would wait until the reply is read
-            return _Connection(
+            return _HardenedRequestHandler(
                 server,
                 loop=loop,
                 keepalive_timeout=WAIT,
@@ -200,7 +200,7 @@ class KitSite:
         return reply
 
 
-class _Connection(web.RequestHandler):
+class _HardenedRequestHandler(web.RequestHandler):
     """A connection whose errors have our headers too. aiohttp makes them without the application."""
 
     def handle_error(

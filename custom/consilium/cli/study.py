@@ -15,7 +15,7 @@ from consilium.cli.options import (
     FormatOption,
     WorkspaceOption,
     emit,
-    pipeline_note,
+    pipeline_test_note,
     show,
     study_command,
     study_size,
@@ -99,7 +99,7 @@ def study_run(
     except KeyboardInterrupt:
         exit_interrupted(same_command())
     if chosen.size:
-        show([pipeline_note(chosen.size)])
+        show([pipeline_test_note(chosen.size)])
     if done:
         show([_line(f"their table: {study_command('compare', study, chosen.size, workspace)}")])
     if failed:

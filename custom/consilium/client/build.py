@@ -8,7 +8,7 @@ from torch import nn
 
 from consilium.client.client import Client
 from consilium.client.context import ClientContext
-from consilium.client.data_parallel import build_ranks
+from consilium.client.data_parallel import make_data_parallel_group
 from consilium.client.evaluator import enable_embedding_cache
 from consilium.client.site_data import count_units, ledger_dataset_name, load_site_data, patient_warning, watch_files
 from consilium.config.job import JobConfig
@@ -150,7 +150,7 @@ def _build_client(
         observer({"event": "warning", "text": f"{name}: {note}"})
     context = ClientContext(
         name, job.config, job.strategy, model, task, folder, observer, plan, seed, site.capacity, checkpoint, data,
-        ranks=build_ranks(job.config, site, data, folder),
+        ranks=make_data_parallel_group(job.config, site, data, folder),
         shares_scores=shares_scores(job.config, site),
     )  # fmt: skip
     if site.base != "sharded":  # its ranks must run the encoder together, so none may skip it

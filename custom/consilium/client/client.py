@@ -179,7 +179,7 @@ class Client:
         """Train from `start`, the received model, store the result, and return the update."""
         context, strategy = self.context, self.context.strategy
         metrics = self.evaluator.validate(Stage.GLOBAL, payload)
-        self.models.save_if_best(run, Stage.GLOBAL, self.models.received_model(start, payload), metrics)
+        self.models.save_if_best(run, Stage.GLOBAL, self.models.build_global(start, payload), metrics)
         began, report = time.monotonic(), FitReport()
         trainer = Trainer(context, payload, state.params, start, state.memory, state.optimizer, report)
         if summed := compute_step_share(context, payload, start):
@@ -250,7 +250,7 @@ class Client:
         payload = evaluator.choose_final(own, payload)
         final = context.load_payload(own, payload)
         metrics |= evaluator.evaluate_final(split, Stage.GLOBAL, payload, examples)
-        models[Stage.GLOBAL] = self.models.received_model(final, payload)
+        models[Stage.GLOBAL] = self.models.build_global(final, payload)
         found = evaluator.validate_final(Stage.GLOBAL, payload)
         self.models.save_if_best(run, Stage.GLOBAL, models[Stage.GLOBAL], found)
         metrics |= found

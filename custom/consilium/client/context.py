@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from consilium.adapters import adapter_state
 from consilium.adapters.names import LOCAL_ADAPTER
-from consilium.client.data_parallel import Ranks
+from consilium.client.data_parallel import DataParallelGroup
 from consilium.config.job import JobConfig
 from consilium.config.site import CapacityConfig
 from consilium.core.messages import SKIPPED, Observer, Payload, Tensors
@@ -45,7 +45,7 @@ class ClientContext:
     limits: CapacityConfig = field(default_factory=CapacityConfig)
     checkpoint: Path | None = None
     data: DataList | None = None
-    ranks: Ranks | None = None
+    ranks: DataParallelGroup | None = None
     watch: FileWatch | None = None
     shares_scores: bool = True
     should_stop: Callable[[], None] = lambda: None

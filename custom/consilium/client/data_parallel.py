@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Ranks:
+class DataParallelGroup:
     """The other ranks of a site, one per further device.
 
     They start before the first training. If one fails, all end and start again before the next training. With a sharded base
@@ -237,7 +237,7 @@ def _failure_of(child: ChildProcess) -> ConsiliumError | None:
 class JointTask:
     """A task whose training loss is computed by all ranks together, each on its share of the batch."""
 
-    def __init__(self, task: Task, ranks: Ranks, trained: set[str]) -> None:
+    def __init__(self, task: Task, ranks: DataParallelGroup, trained: set[str]) -> None:
         self.task, self.ranks, self.trained = task, ranks, trained
 
     def __getattr__(self, name: str) -> Any:
@@ -287,7 +287,9 @@ class _AllRanksLoss(torch.autograd.Function):
         return (None, None, None, *(gradient * one for one in ctx.gradients))
 
 
-def build_ranks(config: JobConfig, site: SiteConfig, data: DataList | None, folder: Path) -> Ranks | None:
+def make_data_parallel_group(
+    config: JobConfig, site: SiteConfig, data: DataList | None, folder: Path
+) -> DataParallelGroup | None:
     """Return the other ranks of a site with several devices.
 
     Return None for one device, and for a pooled site, which has no `data`. Raises ConsiliumError for a job whose training
@@ -312,4 +314,4 @@ def build_ranks(config: JobConfig, site: SiteConfig, data: DataList | None, fold
         if holds and site.base == "sharded":
             what = f"{why}, which takes the whole base at one device; use replicated"
             raise ConsiliumError(f"site.yaml: base: 'sharded': {what} for this job", Reason.POLICY)
-    return Ranks(config, site, data, folder)
+    return DataParallelGroup(config, site, data, folder)

@@ -6,7 +6,7 @@ from math import fsum
 from pathlib import Path
 
 from consilium.adapters import adapter_state
-from consilium.adapters.names import is_local
+from consilium.adapters.names import is_local_adapter
 from consilium.client.context import ClientContext
 from consilium.config.job import JobConfig, load_run_job
 from consilium.core.errors import Reason, RefusedError
@@ -42,13 +42,13 @@ class ModelStore:
     def __init__(self, context: ClientContext) -> None:
         self.context = context
 
-    def received_model(self, values: Tensors, payload: Payload) -> SavedModel:
+    def build_global(self, values: Tensors, payload: Payload) -> SavedModel:
         """Return the global model that was received with `payload`."""
         return SavedModel(values, payload.round, scaling_multiplier(self.context.strategy, payload))
 
     def build_personalized(self, values: Tensors, payload: Payload, closing: bool) -> SavedModel:
         """Return the personalized model after a round's training or, if `closing`, after the training at the end of the run."""
-        found = replace(self.received_model(values, payload), rounds=payload.round + (not closing))
+        found = replace(self.build_global(values, payload), rounds=payload.round + (not closing))
         if (blend := interpolation_of(self.context.strategy, closing)) is not None:
             found = replace(found, share=fixed_weight(blend), similar=blend.examples)
         return found
@@ -76,7 +76,7 @@ class ModelStore:
         blocks = context.load_values(kept.values)
         others = convert_changes_to_parameters(context.model, kept.values)
         if not kept.share:
-            others = {name: tensor for name, tensor in others.items() if not is_local(name)}
+            others = {name: tensor for name, tensor in others.items() if not is_local_adapter(name)}
         card = Card.of(
             config, name, kept.rounds, self.base_sha256(), site=context.name,
             training=context.task.num_samples if config.privacy is None else None,

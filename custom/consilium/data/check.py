@@ -205,11 +205,11 @@ def setting_suggestions(reports: Mapping[str, Findings], classes: Classes, max_l
         )
     lengths = sum((one.lengths for one in reports.values()), Counter[int]())
     if lengths and max_length:
-        found.append(length_summary(lengths, max_length))
+        found.append(token_length_advice(lengths, max_length))
     return found
 
 
-def length_summary(lengths: Counter[int], max_length: int) -> str:
+def token_length_advice(lengths: Counter[int], max_length: int) -> str:
     """Return percentiles of texts' lengths in tokens, and the `model.max_length` that keeps 99 % or all of them whole."""
     every = np.sort(np.repeat(list(lengths), list(lengths.values())))
     parts = {share: int(every[-(-len(every) * share // 100) - 1]) for share in (50, 90, 95, 99, 100)}

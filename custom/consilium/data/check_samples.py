@@ -21,7 +21,7 @@ from consilium.core.grouping import group_by_key
 from consilium.data import class_checks, images, pictures, planes_and_tiles, slides, volumes
 from consilium.data.check_report import PATIENT
 from consilium.data.class_checks import class_name
-from consilium.data.datalist import SCORED, DataList, Item, cropped_item, files_of, with_lost_recorded
+from consilium.data.datalist import SCORED, DataList, Item, cropped_item, sample_files, with_lost_recorded
 from consilium.data.disk_cache import DiskCache
 from consilium.data.images import (
     check_annotated_classes,
@@ -358,7 +358,7 @@ class FileWatch:
     """
 
     def __init__(self, data: DataList, splits: tuple[str, ...], skip: bool) -> None:
-        self._samples = {split: tuple(map(files_of, data.splits[split])) for split in (("training",) if skip else splits)}
+        self._samples = {split: tuple(map(sample_files, data.splits[split])) for split in (("training",) if skip else splits)}
         self._skip = skip
         self._seen = {file: stamp(file) for samples in self._samples.values() for files in samples for file in files}
 

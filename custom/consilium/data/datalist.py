@@ -400,7 +400,7 @@ def _read_entry(path: Path, where: str, entry: Any, classes: bool | None, annota
         tuple(entry["tile"]) if entry.get("tile") else None,
         fold=entry.get("fold"),
     )
-    files = files_of(found)
+    files = sample_files(found)
     for file in files:
         if not is_there(file):
             hint = "; a class in place of a mask needs task.name: classification" if file == label and not file.suffix else ""
@@ -422,6 +422,6 @@ def _read_entry(path: Path, where: str, entry: Any, classes: bool | None, annota
     return found
 
 
-def files_of(item: Any) -> list[Path]:
+def sample_files(item: Any) -> list[Path]:
     """Return the files that a sample is read from: its picture, and its mask if it has one."""
     return [file for file in (item.image, getattr(item, "label", None)) if isinstance(file, Path)]

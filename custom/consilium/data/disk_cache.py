@@ -28,7 +28,7 @@ import PIL
 from consilium.core.errors import DataError
 from consilium.core.storage import PRIVATE, make_private_folder
 from consilium.data.datalist import Item
-from consilium.data.safe_open import MOST_SLIDE, check_file, stamp, wrap_open_errors
+from consilium.data.safe_open import MOST_SLIDE, check_file, stamp, wrap_read_errors
 
 CachedSample = dict[str, np.ndarray]
 """A sample's 8-bit arrays by key."""
@@ -78,7 +78,7 @@ class DiskCache:
         if path.is_dir():
             return salted_hash(self.salt, "folder", *(self._file_hash(one) for one in sorted(path.rglob("*")) if one.is_file()))
         check_file(path, most=MOST_SLIDE)
-        with wrap_open_errors(path):
+        with wrap_read_errors(path):
             found = path.stat()
             if time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) > RECENT * 1e9:  # ctime cannot be set back
                 return salted_hash(self.salt, "file", path.absolute(), *stamp(path))

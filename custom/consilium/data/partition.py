@@ -43,7 +43,15 @@ from consilium.core.lazy import figure, matplotlib
 from consilium.core.seeding import seed_for
 from consilium.core.storage import PUBLIC, write_atomic, write_figure
 from consilium.data import volumes
-from consilium.data.datalist import SPLITS, DataList, Item, files_of, read_datalist, read_datalist_json, with_challenge_splits
+from consilium.data.datalist import (
+    SPLITS,
+    DataList,
+    Item,
+    read_datalist,
+    read_datalist_json,
+    sample_files,
+    with_challenge_splits,
+)
 from consilium.data.images import whole_labels
 from consilium.data.patients import first_linked, item_pseudonym, pseudonym, samples_by_patient
 from consilium.data.settings import PictureSettings
@@ -438,7 +446,7 @@ def _read_entries(source: Path) -> tuple[list[Entry], dict[str, Any]]:
             header = volumes.header(item.image, "sform") if volumes.is_volume(item.image) else None
             patient, study = (header.patient, header.study) if header else ("", "")
             whose = (("patient", item.patient or pseudonym(patient)), ("study", item.study or pseudonym(study)))
-            keys = [("file", str(file.resolve())) for file in files_of(item)] + [pair for pair in whose if pair[1]]
+            keys = [("file", str(file.resolve())) for file in sample_files(item)] + [pair for pair in whose if pair[1]]
             labels = set() if item.label is None else {str(item.label)}
             if isinstance(item.label, Path):
                 resampled = PictureSettings(resample_masks=True)

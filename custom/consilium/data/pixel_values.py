@@ -170,10 +170,14 @@ def matching_labels(wanted: Iterable[Value], there: Collection[Value]) -> list[V
     """
     found: dict[Value, None] = {}
     for name in wanted:
-        near = [one for one in there if isinstance(one, str) and _fold(one) == _fold(name)] if isinstance(name, str) else []
+        near = (
+            [one for one in there if isinstance(one, str) and _normalize_name(one) == _normalize_name(name)]
+            if isinstance(name, str)
+            else []
+        )
         found |= dict.fromkeys([name] if name in there else near)
     return list(found)
 
 
-def _fold(name: str) -> str:
+def _normalize_name(name: str) -> str:
     return " ".join(name.split()).casefold()

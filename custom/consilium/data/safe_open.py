@@ -104,7 +104,7 @@ def check_file(path: Path, remedy: str = TAKE_OFF, most: int = MOST_BYTES) -> No
 
 
 @contextmanager
-def wrap_open_errors(path: Path, remedy: str = TAKE_OFF) -> Iterator[None]:
+def wrap_read_errors(path: Path, remedy: str = TAKE_OFF) -> Iterator[None]:
     """Turn errors of the operating system, and bytes that are not UTF-8, into a DataError within the block."""
     try:
         yield
@@ -116,7 +116,7 @@ def wrap_open_errors(path: Path, remedy: str = TAKE_OFF) -> Iterator[None]:
 
 def check_opens(path: Path) -> None:
     """Raise DataError unless a file, or every plain file in a folder, can be opened and read."""
-    with wrap_open_errors(path):
+    with wrap_read_errors(path):
         for file in [one for one in path.iterdir() if one.is_file()] if path.is_dir() else [path]:
             check_file(file, most=MOST_SLIDE)
             with file.open("rb") as opened:
@@ -190,7 +190,7 @@ def text_lines(path: Path, remedy: str, newline: str | None = None) -> Iterator[
     """
     check_file(path, remedy)
     number = 0
-    with wrap_open_errors(path, remedy):
+    with wrap_read_errors(path, remedy):
         try:
             with path.open(encoding="utf-8-sig", newline=newline) as file:
                 while line := file.readline(MOST_CHARACTERS + 2):
@@ -223,7 +223,7 @@ def parse_json(where: str, text: str, remedy: str) -> Any:
 def read_text(path: Path, remedy: str, most: int = MOST_BYTES) -> str:
     """Return a file's text in UTF-8, without a byte order mark. Raises DataError."""
     check_file(path, remedy, most)
-    with wrap_open_errors(path, remedy):
+    with wrap_read_errors(path, remedy):
         return path.read_text(encoding="utf-8-sig")
 
 

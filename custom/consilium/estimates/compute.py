@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from consilium.adapters import adapter_state
-from consilium.adapters.names import is_local
+from consilium.adapters.names import is_local_adapter
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Stage
@@ -75,7 +75,7 @@ def flops_per_sample(job: Job) -> Work:
         # Only the tensors that one fit trains require gradients. A local adapter has its own fit, which costs the same.
         model.train()
         place = (max(1, job.strategy.traits.warm_up), 0)
-        trained = {name for name in trained_names(job.strategy, job.initial, *place) if not is_local(name)}
+        trained = {name for name in trained_names(job.strategy, job.initial, *place) if not is_local_adapter(name)}
         for name, tensor in adapter_state.tensors(model).items():
             if isinstance(tensor, nn.Parameter):
                 tensor.requires_grad_(name in trained)

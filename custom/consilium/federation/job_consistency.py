@@ -17,7 +17,7 @@ from consilium.adapters.names import (
     factor,
     is_base,
     is_head,
-    is_local,
+    is_local_adapter,
     is_magnitude,
 )
 from consilium.adapters.registry import AdapterConfig, Decoder, Shapes
@@ -187,7 +187,7 @@ def describe_trained_tensors(adapter: AdapterConfig, initial: Mapping[str, Tenso
     whole = {n for n in initial if n.startswith(f"{WHOLE_BASE}.")}
     parts = {
         "LoRA": [n for n in initial if factor(n)],
-        "local LoRA": [n for n in initial if is_local(n)],
+        "local LoRA": [n for n in initial if is_local_adapter(n)],
         f"{bottleneck_count(initial)} bottlenecks": [n for n in initial if bottleneck_position(n) is not None],
         f"mask decoder ({getattr(adapter, 'decoder', '')})": [
             n for n in initial if is_base(n) and n not in whole and not is_magnitude(n)

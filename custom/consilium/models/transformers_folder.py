@@ -18,7 +18,7 @@ from consilium.models.architecture import config_values, refuse_gguf
 from consilium.models.untrusted_config import keep_listed_keys
 from consilium.models.untrusted_folder import TOKENS, WANTED, link_tokenizer, link_weights, read_json
 from consilium.models.untrusted_tokenizer import check_backend
-from consilium.models.weight_files import no_progress_bar
+from consilium.models.weight_files import quiet_transformers
 
 _SLOW = "convert it once where sentencepiece is installed: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
 _PACKED = "weights that are quantized already are not read; use the original folder, with model.dtype: nf4 or int8"
@@ -293,7 +293,7 @@ def _build_with_weights(
     if (folder / "config.json").is_file() and read_json(folder, "config.json").get("quantization_config"):
         raise CheckpointError(f"model.checkpoint: {folder}: {_PACKED}")
     remedy = f"convert it once: {auto.__name__}.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
-    with link_weights(folder, remedy) as view, no_progress_bar():
+    with link_weights(folder, remedy) as view, quiet_transformers():
         try:
             model, found = auto.from_pretrained(
                 view,

@@ -198,7 +198,7 @@ def _fields(kind: type[PreTrainedConfig]) -> dict[str, Field[Any]]:
     return {field.name: field for field in fields(kind) if not field.name.startswith("_")}
 
 
-def _module_literals_and_names(kind: type[PreTrainedConfig]) -> list[tuple[frozenset[str], frozenset[str]]]:
+def _code_strings_and_names(kind: type[PreTrainedConfig]) -> list[tuple[frozenset[str], frozenset[str]]]:
     """Return (string constants, identifiers) of each module with the code of a configuration class, its bases or its model."""
     own = {base.__module__ for base in kind.__mro__ if base.__module__.startswith("transformers.")}
     return [_literals_and_names(name) for name in sorted(own | {name.replace(".configuration_", ".modeling_") for name in own})]
@@ -223,11 +223,11 @@ def _literals_and_names(name: str) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def _words(kind: type[PreTrainedConfig]) -> frozenset[str]:
-    return frozenset().union(*(texts for texts, _ in _module_literals_and_names(kind)))
+    return frozenset().union(*(texts for texts, _ in _code_strings_and_names(kind)))
 
 
 def _names_in_code(kind: type[PreTrainedConfig]) -> frozenset[str]:
-    return frozenset().union(*(part for parts in _module_literals_and_names(kind) for part in parts))
+    return frozenset().union(*(part for parts in _code_strings_and_names(kind) for part in parts))
 
 
 def _is_number_list(value: Any) -> bool:

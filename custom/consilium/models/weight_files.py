@@ -67,7 +67,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 @contextmanager
-def no_progress_bar() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Within the context, disable progress bars and reports on weights of `transformers`."""
     from transformers.utils import logging
 
@@ -84,7 +84,7 @@ def no_progress_bar() -> Iterator[None]:
 
 def save_pretrained(folder: Path, model: Any) -> None:
     """Write config.json and weights of a model of `transformers`."""
-    with no_progress_bar():
+    with quiet_transformers():
         model.save_pretrained(folder)
 
 

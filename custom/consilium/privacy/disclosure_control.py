@@ -43,7 +43,7 @@ class Group(Section):
     samples: Count
 
 
-class Portion(Section):
+class AreaShare(Section):
     """The mean share of a picture that the cells `names` take together."""
 
     names: Names
@@ -51,7 +51,7 @@ class Portion(Section):
 
 
 Groups = Annotated[tuple[Group, ...], Field(max_length=256)]
-Portions = Annotated[tuple[Portion, ...], Field(max_length=256)]
+Portions = Annotated[tuple[AreaShare, ...], Field(max_length=256)]
 
 
 class SplitStatistics(Section):
@@ -242,16 +242,16 @@ def disclose(counted: Tally, config: JobConfig, minimum: int) -> SiteStatistics:
     tables = {name: _merged_groups(getattr(counted, name), people, minimum) for name in ("sizes", "spacing", "lengths")}
     shown = releasable_classes(counted, "training", minimum) if people and not single else []
     areas = tuple(
-        Portion(names=(name,), share=round(float(np.mean(counted.areas[name])), 3)) for name in shown if counted.areas[name]
+        AreaShare(names=(name,), share=round(float(np.mean(counted.areas[name])), 3)) for name in shown if counted.areas[name]
     )
-    greys: tuple[Portion, ...] = ()
+    greys: tuple[AreaShare, ...] = ()
     if people and counted.light and config.statistics is not None:
         # the mean share of each grey level over samples; bins that occur in the pictures of few people are merged
         shares, names = np.stack(counted.light), grey_bin_names(config.statistics.bins)
         reached = {name: np.flatnonzero(column).tolist() for name, column in zip(names, shares.T, strict=True)}
         mean = dict(zip(names, shares.mean(0), strict=True))
         groups = merge_small_cells(reached, people, minimum)
-        greys = tuple(Portion(names=group, share=round(min(1.0, float(sum(mean[n] for n in group))), 3)) for group in groups)
+        greys = tuple(AreaShare(names=group, share=round(min(1.0, float(sum(mean[n] for n in group))), 3)) for group in groups)
     return SiteStatistics(minimum=minimum, splits=splits, areas=areas, greys=greys, **tables)
 
 

@@ -84,7 +84,7 @@ class Ledger:
         if planned:
             _check_new_rows(self.entries(planned[0].dataset), planned, budgets)
 
-    def spend(self, entry: Entry, budgets: Budgets) -> bool:
+    def charge_once(self, entry: Entry, budgets: Budgets) -> bool:
         """Write the row of one release before it leaves the site; do nothing if it is known. Return whether it is new.
 
         Raises RefusedError as `check` does.

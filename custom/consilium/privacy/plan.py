@@ -134,7 +134,7 @@ class Plan:
             raise ConfigError(f"privacy.clip: {numbers:,} numbers are too many for the grid; lower adapter.rank")
         return found
 
-    def check_shares(self, honest: int) -> None:
+    def check_honest_noise_shares(self, honest: int) -> None:
         """Raise RefusedError if `honest`, the least number of honest noise shares in a sum, is below the plan's `shares`."""
         if self.config.trust == "distributed" and honest < self.shares:
             raise RefusedError(

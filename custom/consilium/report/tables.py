@@ -271,7 +271,7 @@ def _pieces(table: Table, places: Sequence[int]) -> list[_Piece]:
 
     def width(place: int) -> float:
         """Return a column's width in points without wrapped texts: its widest cell or line of heading, and the gap."""
-        return TEX_GAP + max(map(_width_in_points, [*_cells(table, place), *_head_lines(table, place)]))
+        return TEX_GAP + max(map(_width_in_points, [*_column_cells(table, place), *_head_lines(table, place)]))
 
     whole = {place: width(place) for place in (0, *places)}
     texts = [place for place in whole if not table.columns[place].right]
@@ -298,13 +298,13 @@ def _width_in_points(text: str) -> float:
     return sum(wide.get(c, 8.8 if c > "\u024f" else 6.8 if c.isupper() or c == "±" else TEX_LETTER) for c in text)
 
 
-def _cells(table: Table, place: int) -> list[str]:
+def _column_cells(table: Table, place: int) -> list[str]:
     return [shown(row[place], 2000) for row in table.rows]
 
 
 def _head_lines(table: Table, place: int) -> list[str]:
     """Return a heading as lines of about its column's width, at most 30 letters each."""
-    heading, width = shown(table.columns[place].heading), max([10, *map(len, _cells(table, place))])
+    heading, width = shown(table.columns[place].heading), max([10, *map(len, _column_cells(table, place))])
     lines = textwrap.wrap(heading, width, break_long_words=False)
     return [part for line in lines for part in textwrap.wrap(line, 30)] or [""]
 
@@ -314,7 +314,8 @@ def _environment(table: Table, piece: _Piece, rows: range, caption: str, label: 
     wrapped = {
         place: room - TEX_GAP
         for place, room in piece.items()
-        if not table.columns[place].right and max(map(_width_in_points, _cells(table, place)), default=0) > room - TEX_GAP
+        if not table.columns[place].right
+        and max(map(_width_in_points, _column_cells(table, place)), default=0) > room - TEX_GAP
     }
 
     def line_of(cells: Iterable[str]) -> str:

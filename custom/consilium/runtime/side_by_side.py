@@ -187,18 +187,20 @@ class SideBySide:
             return run(*arguments, **options)
         device = next(model.parameters()).device
         modes = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-        return worker.wait(_Forward(Call(model, part, run, arguments, options), torch.is_grad_enabled(), modes, device))
+        return worker.submit_and_wait(
+            _Forward(Call(model, part, run, arguments, options), torch.is_grad_enabled(), modes, device)
+        )
 
     def _backward(self, loss: Tensor) -> None:
         worker = self._running.get(threading.get_ident())
         if worker is None:
             loss.backward()
         else:
-            worker.wait(loss)
+            worker.submit_and_wait(loss)
 
     def _before_saving(self) -> None:
         if worker := self._running.get(threading.get_ident()):
-            worker.wait(SAVE)
+            worker.submit_and_wait(SAVE)
 
 
 class _Worker:
@@ -249,7 +251,7 @@ class _Worker:
             self.answer = _run(request.call.run_alone)
         self._random = random_state()
 
-    def wait(self, request: _Request) -> Any:
+    def submit_and_wait(self, request: _Request) -> Any:
         """Block this thread until the request is answered, and return the answer. Raises Stopped if the run ends before."""
         self._random, self.request, self.answer = random_state(), request, Future()
         self._has_stopped.release()

@@ -17,7 +17,7 @@ from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.seeding import seed_for
 from consilium.core.storage import load_state, save_state
 from consilium.federation.job_assembly import Job
-from consilium.strategies.heterogeneity_leakage import Move, drift_and_leakage
+from consilium.strategies.heterogeneity_leakage import LocalUpdate, drift_and_leakage
 from consilium.strategies.strategy import Role, ServerState, SiteResult
 from consilium.strategies.unequal_ranks import UnequalRanks, factored_global_update, layer_changes, oracle_drift, shapes
 
@@ -65,12 +65,12 @@ class SiteDiagnostics:
         """Store an accepted result with its payload and weight."""
         self._results[info.name] = SiteResult(result, self.job.config.weight(info.num_samples), payload, info)
 
-    def conclude(self, state: ServerState) -> dict[str, float]:
+    def measure_phase(self, state: ServerState) -> dict[str, float]:
         """Return the phase's measurements and clear the stored results. `state`: before the results are merged."""
         found = {}
         if self.config.leakage and self._results:
             ends = {name: self.sites[name].stored_tensors(self._runs[name]) for name in self._results}
-            seen = {n: Move(self._starts[n], ends[n], one.weight) for n, one in sorted(self._results.items())}
+            seen = {n: LocalUpdate(self._starts[n], ends[n], one.weight) for n, one in sorted(self._results.items())}
             found = drift_and_leakage(seen, self._factors_with_local_partner(state.round, state.phase))
         oracle = self.config.oracle
         if oracle and self._results and (state.round + 1) % oracle.every == 0:

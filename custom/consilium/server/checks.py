@@ -87,7 +87,7 @@ def check_update(job: Job, plan: Plan | None, result: Payload, sent: Payload) ->
     if wrong := set(dtypes) ^ result.tensors.keys():
         raise RefusedError(f"tensor {_first_name(wrong)!r} is {'missing' if wrong & set(dtypes) else 'not expected'}")
     for name, dtype in dtypes.items():
-        _check_tensor(name, result.tensors[name], dtype)
+        _check_dense_cpu_tensor(name, result.tensors[name], dtype)
     _check_finite(result.tensors)
     if result.scalars:
         raise RefusedError(f"scalar {_first_name(result.scalars)!r} is not expected: a site sends tensors and metrics")
@@ -130,7 +130,7 @@ def check_shared_model(job: Job, result: Payload) -> None:
         raise RefusedError(f"tensor {_first_name(extra)!r} is none of the adapter's")
     for name, tensor in result.tensors.items():
         own = job.initial.get(name)
-        _check_tensor(name, tensor, torch.float32 if own is None else own.dtype)
+        _check_dense_cpu_tensor(name, tensor, torch.float32 if own is None else own.dtype)
         if own is not None and not job.config.adapter_kind.unequal_ranks and tensor.shape != own.shape:
             raise RefusedError(f"tensor {name!r} has shape {tuple(tensor.shape)}, not {tuple(own.shape)}")
     if sum(tensor.numel() for tensor in result.tensors.values()) > LARGEST_ADAPTER:
@@ -147,7 +147,7 @@ def _check_seal(result: Payload) -> None:
         raise RefusedError("the seal of its privacy ledger is not a SHA-256")
 
 
-def _check_tensor(name: str, tensor: Any, dtype: torch.dtype) -> None:
+def _check_dense_cpu_tensor(name: str, tensor: Any, dtype: torch.dtype) -> None:
     """Raise RefusedError unless `tensor` is a plain CPU tensor of `dtype` that claims no more numbers than it contains."""
     if (
         type(tensor) is not Tensor

@@ -14,7 +14,7 @@ from consilium.core.sanitize import shown
 from consilium.core.storage import write_atomic, write_json
 from consilium.data.datalist import SPLITS
 from consilium.data.stats import LENGTHS, OTHERS, SIZES, SPACING, class_cells, grey_bin_names
-from consilium.privacy.disclosure_control import Group, Portion, SiteStatistics
+from consilium.privacy.disclosure_control import AreaShare, Group, SiteStatistics
 from consilium.report.tables import Column, Table, terminal_table
 
 FILE = "statistics.json"
@@ -86,8 +86,8 @@ def check_site_statistics(config: JobConfig, found: SiteStatistics) -> None:
     whole = 0 if training is None else training.samples
     for groups, cells in ((found.sizes, SIZES), (found.spacing, SPACING), (found.lengths, LENGTHS)):
         _check_groups(groups, cells, whole, found.minimum)
-    _check_portions(found.greys, grey_bin_names(section.bins), 1 + SLACK)
-    _check_portions(found.areas, names, None)
+    _check_area_shares(found.greys, grey_bin_names(section.bins), 1 + SLACK)
+    _check_area_shares(found.areas, names, None)
 
 
 def _check_count(what: str, count: int, minimum: int) -> None:
@@ -109,7 +109,7 @@ def _check_groups(groups: Iterable[Group], cells: Iterable[str], whole: int | No
         raise RefusedError("statistics whose cells do not add up to the samples there are")
 
 
-def _check_portions(portions: Iterable[Portion], cells: Iterable[str], most: float | None) -> None:
+def _check_area_shares(portions: Iterable[AreaShare], cells: Iterable[str], most: float | None) -> None:
     portions = list(portions)
     _check_names([portion.names for portion in portions], list(cells), most is not None)
     if most is not None and sum(portion.share for portion in portions) > most:

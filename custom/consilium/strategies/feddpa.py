@@ -41,7 +41,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from consilium.adapters.names import LOCAL_ADAPTER, is_local
+from consilium.adapters.names import LOCAL_ADAPTER, is_local_adapter
 from consilium.core.messages import Payload
 from consilium.core.schema import Share
 from consilium.strategies.strategy import Interpolation, Role, Strategy, Trainer, Traits
@@ -99,7 +99,7 @@ class FedDPA(Strategy):
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return SHARED for the global adapter and a head; for the local adapter LOCAL in T, FROZEN in the rounds of F."""
-        if not is_local(name):
+        if not is_local_adapter(name):
             return Role.SHARED
         return Role.LOCAL if self.variant == "T" else Role.FROZEN
 
@@ -110,7 +110,7 @@ class FedDPA(Strategy):
         """
         waits = self.reading == "as_in_code" and payload.round == 0
         if trainer.closing or (self.variant == "T" and not waits):
-            trainer.fit((name for name in trainer.start if is_local(name)), local_adapter_weight=self.local_share)
+            trainer.fit((name for name in trainer.start if is_local_adapter(name)), local_adapter_weight=self.local_share)
         if not trainer.closing:
-            trainer.fit(name for name in trainer.start if not is_local(name))
+            trainer.fit(name for name in trainer.start if not is_local_adapter(name))
         return trainer.update()

@@ -28,7 +28,7 @@ from consilium.strategies.strategy import normalize_weights
 
 
 @dataclass(frozen=True)
-class Move:
+class LocalUpdate:
     """A site's adapter tensors before and after a round's training, and the site's weight in the mean."""
 
     start: Tensors
@@ -36,7 +36,7 @@ class Move:
     weight: float
 
 
-def drift_and_leakage(moves: Mapping[str, Move], shared: Mapping[str, str]) -> dict[str, float]:
+def drift_and_leakage(moves: Mapping[str, LocalUpdate], shared: Mapping[str, str]) -> dict[str, float]:
     """Return the norms of common drift and leakage over all layers, and the share of leakage in their sum.
 
     Also return the smallest singular value of the factors. `shared`: "A" or "B", the shared factor of each layer.
@@ -56,11 +56,11 @@ def drift_and_leakage(moves: Mapping[str, Move], shared: Mapping[str, str]) -> d
         "proposition 3.2/common drift": common,
         "proposition 3.2/leakage": leaked,
         "leaked share/of both": leaked / (common + leaked) if common + leaked else 0.0,
-        "assumption 3.3/smallest singular value": smallest_singular_value(moves, shared),
+        "assumption 3.3/smallest singular value": smallest_factor_singular_value(moves, shared),
     }
 
 
-def _change_times_factor(move: Move, layer: str, which: str, private: Tensor) -> Tensor:
+def _change_times_factor(move: LocalUpdate, layer: str, which: str, private: Tensor) -> Tensor:
     """Return G A' (out, r) for a shared B, or B' G (r, in) for a shared A; A or B is `private`.
 
     G = B A - B0 A0 is the site's change of the product. G itself (out, in) is never computed.
@@ -71,7 +71,7 @@ def _change_times_factor(move: Move, layer: str, which: str, private: Tensor) ->
     return (private.T @ b) @ a - (private.T @ b0) @ a0
 
 
-def smallest_singular_value(moves: Mapping[str, Move], layers: Mapping[str, str]) -> float:
+def smallest_factor_singular_value(moves: Mapping[str, LocalUpdate], layers: Mapping[str, str]) -> float:
     """Return the smallest singular value of all sites' factors at the start of the round; 0 while some B is 0."""
     factors = [_factor(move.start, layer, which) for move in moves.values() for layer in layers for which in "AB"]
     return min(float(torch.linalg.svdvals(factor)[-1]) for factor in factors)

@@ -18,7 +18,7 @@ def usable_reader(classes: bool) -> Callable[[Path, list[Lost]], DataList]:
     return lambda path, lost: read_datalist(path, classes, lost)
 
 
-def prepare(config: Any, data: DataList) -> DataList:
+def expand_to_slices_and_tiles(config: Any, data: DataList) -> DataList:
     """Return a data list with volumes expanded to planes and large pictures to tiles. Raises DataError."""
     found: DataList = _expand(data, config)
     return found

@@ -238,7 +238,7 @@ def _step_function(
     """
     if dp is None:
         with closing(prefetched_batches(task, config, seed, total * config.accumulate, _device(model))) as made:
-            yield partial(_step, model, task, optimizer, made, config, backward)
+            yield partial(_optimizer_step, model, task, optimizer, made, config, backward)
         return
     # in bf16 a record's gradient depends on its batch, by up to 1.5e-3 of the clip
     config = config.model_copy(update={"precision": "fp32"})
@@ -246,7 +246,7 @@ def _step_function(
         yield partial(_private_step, model, task, private, config)
 
 
-def _step(
+def _optimizer_step(
     model: nn.Module,
     task: Task,
     optimizer: torch.optim.Optimizer,
@@ -306,12 +306,12 @@ def _private_step(
 
 def read_units(model: nn.Module, task: Task, parts: Sequence[list[int]], seed: int) -> Iterator[tuple[int, Batch]]:
     """Yield (size, batch) for each unit's samples. A unit that cannot be read is left out; its error is only logged here."""
-    calls = (partial(_read_unit_or_empty, task, _device(model), part, seed) for part in parts)
+    calls = (partial(_try_read_unit, task, _device(model), part, seed) for part in parts)
     with closing(prefetch(calls, _count_ahead(task))) as made:
         yield from ((len(next(iter(batch.values()))), batch) for batch in made if batch)
 
 
-def _read_unit_or_empty(task: Task, device: torch.device, samples: list[int], seed: int) -> Batch:
+def _try_read_unit(task: Task, device: torch.device, samples: list[int], seed: int) -> Batch:
     """Return a unit's batch; {} if it cannot be read, and then the error is logged."""
     try:
         return _batch(task, device, samples, seed)

@@ -34,7 +34,7 @@ from consilium.models.architecture import gguf_files, refuse_adapter
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer, restore_conv1d
 from consilium.models.transformers_folder import shorten_error
 from consilium.models.untrusted_folder import INDEX, WEIGHTS, name_field_in_errors, plain_file, read_json
-from consilium.models.weight_files import no_progress_bar, save_text_model
+from consilium.models.weight_files import quiet_transformers, save_text_model
 from consilium.report.tables import only_true
 from consilium.tasks.language.prompts import Prompt
 from consilium.use.export_folder import LICENCES, check_destination, new_folder
@@ -175,7 +175,7 @@ def _load_gguf(source: Path) -> _Source:
         raise ConfigError(f"SOURCE: {path}: needs the package gguf; install it: pip install 'consilium-flare[gguf]'")
     real = plain_file(path.parent, path.name)
     told, sizes = _gguf_header(path)
-    with tempfile.TemporaryDirectory(prefix="consilium-model-") as view, no_progress_bar():
+    with tempfile.TemporaryDirectory(prefix="consilium-model-") as view, quiet_transformers():
         (Path(view) / "model.gguf").symlink_to(real)
         try:
             tokenizer = AutoTokenizer.from_pretrained(view, gguf_file="model.gguf", local_files_only=True)

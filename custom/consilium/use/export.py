@@ -11,7 +11,7 @@ from typing import Any, Literal
 from safetensors.torch import load_file, save_file
 
 from consilium import __version__
-from consilium.adapters.names import SHIFT, is_local
+from consilium.adapters.names import SHIFT, is_local_adapter
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import raise_first
@@ -178,8 +178,8 @@ def _write_peft(found: TrainedModel, made: Path, own: SiteConfig, base: str) -> 
     Returns how to use the files, in Markdown.
     """
     values, config = convert_changes_to_parameters(found.model, found.kept.values), found.config
-    export_adapter(made, {name: tensor for name, tensor in values.items() if not is_local(name)}, config)
-    has_local = any(map(is_local, found.kept.values))
+    export_adapter(made, {name: tensor for name, tensor in values.items() if not is_local_adapter(name)}, config)
+    has_local = any(map(is_local_adapter, found.kept.values))
     if not has_local:  # local tensors are not copied to the export
         shutil.copyfile(found.folder / TENSORS, made / TENSORS)
     classifies, is_encoder = is_sequence_classifier(config), config.model.name == "text_encoder"

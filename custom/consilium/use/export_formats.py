@@ -279,7 +279,7 @@ def write_bundle(folder: Path, model: nn.Module, config: JobConfig, card: Card) 
     (folder / "models").mkdir()
     torch.export.save(program, folder / "models/model.pt2")
     torch.save({name: tensor.cpu() for name, tensor in model.state_dict().items()}, folder / "models/model.pt")
-    for name, value in {"metadata": bundle_metadata(config, card), "inference": inference_config(config)}.items():
+    for name, value in {"metadata": bundle_metadata(config, card), "inference": bundle_inference_config(config)}.items():
         write_atomic(folder / f"configs/{name}.json", json.dumps(value, indent=4, ensure_ascii=False).encode(), PUBLIC)
     write_atomic(folder / "scripts/__init__.py", b'"""Code of this bundle."""\n', PUBLIC)
     write_atomic(folder / "scripts/pictures.py", CODE.read_bytes(), PUBLIC)
@@ -348,7 +348,7 @@ def bundle_metadata(config: JobConfig, card: Card) -> dict[str, Any]:
     }
 
 
-def inference_config(config: JobConfig) -> dict[str, Any]:
+def bundle_inference_config(config: JobConfig) -> dict[str, Any]:
     """Return the content of configs/inference.json. Its sections have MONAI's names, so that other programs find them."""
     settings: Any = config.task
     window = [settings.window.center, settings.window.width] if settings.window else None

@@ -182,7 +182,7 @@ def read_site_config(data: Path, config: JobConfig) -> SiteConfig:
     return site
 
 
-def cross_sites(
+def evaluate_cross_site(
     run: Path, data: Path | None, stage: Stage, own: SiteConfig, split: Split, best: bool, on_done: Callable[[str, str], None]
 ) -> CrossSiteMatrix:
     """Return the leading score of every site's model on every site's data, for a simulated run.

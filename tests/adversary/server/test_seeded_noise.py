@@ -227,7 +227,7 @@ def test_a_round_that_a_former_version_has_begun_is_not_answered(client: MakeCli
     shutil.rmtree(tmp_path / "one")
     first.guard.ledger.path.unlink()
     for row in begun:
-        Ledger(first.guard.ledger.path).spend(row, {})
+        Ledger(first.guard.ledger.path).charge_once(row, {})
     again = client(RECORD_LEVEL)
     assert wire.reason_of(again.ask("train", again.task())) is Reason.LEDGER
     assert not again.trainer.did

@@ -43,14 +43,14 @@ def test_a_ledger_of_something_other_than_its_table(script: str, tmp_path: Path)
     """In evidence it is no whole ledger, and for a site it is none: nothing in it is run, whatever it would take."""
     path = tmp_path / "ledger.sqlite"
     assert "it holds something other than its one table" in str(verify_chains({LEDGER: written(path, script)})["ledger"])
-    for use in (lambda: Ledger(path).seals(), lambda: Ledger(path).spend(ONE, {})):
+    for use in (lambda: Ledger(path).seals(), lambda: Ledger(path).charge_once(ONE, {})):
         with pytest.raises(RefusedError, match="nothing was sent; restore it"):
             use()
 
 
 def test_a_row_of_many_bytes(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
-    Ledger(path).spend(ONE, {})
+    Ledger(path).charge_once(ONE, {})
     written(path, "UPDATE releases SET job = zeroblob(100000000)")
     assert "too big" in str(verify_chains({LEDGER: path.read_bytes()})["ledger"])
 

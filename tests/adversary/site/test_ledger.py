@@ -26,7 +26,7 @@ def ledger(tmp_path: Path) -> Ledger:
     found = Ledger(tmp_path / "ledger.sqlite")
     record = audit_log.AuditLog(tmp_path / "runs" / "experiment" / "run-1" / audit_log.FILE)
     for round in range(3):
-        found.spend(replace(ONE, round=round), {})
+        found.charge_once(replace(ONE, round=round), {})
         record.add({"kind": "update", "round": round, "ledger": found.seal()})
     return found
 
@@ -85,7 +85,7 @@ def test_an_administrator_goes_on_and_that_is_on_record(harm: Callable[[Path], N
     said = json.loads(CliRunner().invoke(app, command, catch_exceptions=False).stdout)
     ledger = Ledger(ledger.path)  # a new process
     recovery.check_no_lost_rows(tmp_path, ledger)
-    ledger.spend(replace(ONE, round=9), {})
+    ledger.charge_once(replace(ONE, round=9), {})
     recovery.check_no_lost_rows(tmp_path, ledger)
     (line,) = audit_log.read_with_epsilon(tmp_path / audit_log.FILE)["messages"]
     assert (line["kind"], line["reason"]) == ("acceptance", "disk failed")
@@ -97,7 +97,7 @@ def test_an_acceptance_forgives_what_was_lost_and_nothing_later(ledger: Ledger, 
     lose(ledger.path)
     ledger = Ledger(ledger.path)  # a new process
     recovery.accept(tmp_path, ledger, "disk failed")
-    ledger.spend(replace(ONE, round=5), {})
+    ledger.charge_once(replace(ONE, round=5), {})
     audit_log.AuditLog(tmp_path / "runs" / "next" / audit_log.FILE).add({"kind": "update", "ledger": ledger.seal()})
     lose(ledger.path)
     with pytest.raises(RefusedError, match="is gone"):
@@ -116,7 +116,7 @@ def test_the_seal_in_a_jobs_results_tells_of_a_cut_beyond_the_sites_reach(ledger
 
 def test_an_old_backup_is_told_from_the_whole_file(ledger: Ledger, tmp_path: Path) -> None:
     backup = ledger.path.read_bytes()
-    ledger.spend(replace(ONE, round=3), {})
+    ledger.charge_once(replace(ONE, round=3), {})
     audit_log.AuditLog(tmp_path / "runs" / "experiment" / "run-1" / audit_log.FILE).add(
         {"kind": "update", "ledger": ledger.seal()}
     )
@@ -129,7 +129,7 @@ def test_an_old_backup_is_told_from_the_whole_file(ledger: Ledger, tmp_path: Pat
 def test_a_ledger_lost_while_a_job_runs_is_noticed(harm: Callable[[Path], None], ledger: Ledger) -> None:
     """It started a new file in silence, whose seal then stood in the record as the last one."""
     harm(ledger.path)
-    for do in (ledger.seal, lambda: ledger.spend(replace(ONE, round=3), {})):
+    for do in (ledger.seal, lambda: ledger.charge_once(replace(ONE, round=3), {})):
         with pytest.raises(RefusedError, match="privacy ledger"):
             do()
 

@@ -61,7 +61,7 @@ def test_a_run_named_like_a_file_of_ours_is_refused_and_the_ledger_goes_on(
     with pytest.raises(ConfigError, match="is the name of a file or folder of ours"):
         job_context.open_server_folder(fl_ctx, named(name))
     ledger = Ledger(job_context.site_root(fl_ctx, named("study"), "site-1", site) / "ledger.sqlite")
-    ledger.spend(ENTRY, {})
+    ledger.charge_once(ENTRY, {})
     assert ledger.entries() == [ENTRY]
 
 

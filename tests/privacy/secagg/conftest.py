@@ -13,7 +13,7 @@ from consilium.config.job import JobConfig
 from consilium.core.messages import Payload, Tensors
 from consilium.privacy.secagg.arithmetic import Layout, unflatten
 from consilium.privacy.secagg.certificates import Identity, certificate_for, pem_of
-from consilium.privacy.secagg.client import Party, SiteRecord
+from consilium.privacy.secagg.client import SecAggClient, SiteRecord
 from consilium.privacy.secagg.server import HELLO, MASKED, Attempt, Collector
 from consilium.privacy.secagg.terms import Message
 from tests.conftest import small_config
@@ -61,9 +61,9 @@ class Net:
         self.parties = {name: self.party(name) for name in NAMES}
         self.collector = self.new_collector()
 
-    def party(self, name: str) -> Party:
+    def party(self, name: str) -> SecAggClient:
         """Return a site as a new process finds it."""
-        return Party(self.identities[name], self.config, RUN, SiteRecord(self.folder / name))
+        return SecAggClient(self.identities[name], self.config, RUN, SiteRecord(self.folder / name))
 
     def new_collector(self) -> Collector:
         """Return the server as a new process finds it."""

@@ -153,7 +153,7 @@ class _Metered(io.RawIOBase):
         return self._file.tell()
 
 
-class _Inflating(io.RawIOBase):
+class _InflatingReader(io.RawIOBase):
     """The elements of a deflated file, inflated only as far as they are read, up to `most` bytes."""
 
     def __init__(self, file: IO[bytes], budget: Budget, most: int) -> None:
@@ -236,7 +236,7 @@ def _spend_elements(sequence: RawDataElement, budget: Budget, level: int = 0) ->
 
 def _parse_deflated(file: IO[bytes], meta: FileMetaDataset, most: int, pixels: bool, budget: Budget) -> Dataset:
     """Return the elements of a deflated file that inflates to at most `most` bytes; `pixels`: with the pixel data."""
-    inflating = _Inflating(file, budget, min(most, MOST_HEADER))
+    inflating = _InflatingReader(file, budget, min(most, MOST_HEADER))
     pixel_tags = [*map(tag_for_keyword, PIXELS)]
     stream: Any = _Metered(inflating, 2**63, budget)
     found = read_dataset(stream, False, True, stop_when=lambda tag, vr, length: tag in pixel_tags)

@@ -79,7 +79,7 @@ def renew(sites: Path, folder: Path, names: Collection[str] = (), root: str = KE
         kept = generate_cert(name, name, signing, signing.public_key(), valid_days=deployment.valid_days, ca=True)
         state[ROOT] = serialize_cert(kept).decode()
     elif root == NEW_ROOT:
-        state, names = replace_root(state, deployment.valid_days), ()
+        state, names = start_root_key_rollover(state, deployment.valid_days), ()
     elif state.pop(FORMER, None) is None:
         raise ConfigError("--root only-new: no root is followed by another here; begin with --root new")
     server = deployment.server
@@ -169,7 +169,7 @@ def _renewal_problems(kit: Path, new: Path, fingerprint: str) -> list[str]:
     return only_true(problems)
 
 
-def replace_root(state: dict[str, Any], days: int) -> dict[str, Any]:
+def start_root_key_rollover(state: dict[str, Any], days: int) -> dict[str, Any]:
     """Return a project's state with a new root, valid for `days`, and the bridge that the former root signs for it.
 
     The new root has another key and another name. Raises ConfigError if the former root has expired, or if an earlier

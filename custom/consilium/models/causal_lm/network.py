@@ -70,7 +70,7 @@ def build_causal_lm(
         )
     model = transformers_folder.build(AutoModelForCausalLM, where, config, weights, KNOWN)
     require_causal(model)
-    use_linear_layers(model)
+    convert_to_linear_layers(model)
     transformers_folder.remove_generation_config(model)
     return transformers_folder.set_evaluation_mode(model, gradient_checkpointing)
 
@@ -94,7 +94,7 @@ def require_causal(model: PreTrainedModel) -> None:
     )
 
 
-def use_linear_layers(model: nn.Module) -> None:
+def convert_to_linear_layers(model: nn.Module) -> None:
     """Replace GPT-2's `Conv1D`, a linear layer with a transposed weight (in, out), by linear layers.
 
     So adapters and merges have to handle one kind of layer. An adapter's tensors are the same for both kinds. Falcon's linear

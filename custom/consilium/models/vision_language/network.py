@@ -79,7 +79,7 @@ def _require_native(side: int, vision_config: Any) -> None:
         )
 
 
-def _qwen_inputs(config: Any, ids: Tensor, pixels: Tensor, answers: Tensor) -> Inputs:
+def _qwen_vision_inputs(config: Any, ids: Tensor, pixels: Tensor, answers: Tensor) -> Inputs:
     sees = config.vision_config
     count, size = len(pixels), pixels.shape[-1] // sees.patch_size
     grid = torch.tensor([[1, size, size]], device=ids.device).expand(count, -1)
@@ -105,9 +105,9 @@ def _plain_inputs(config: Any, ids: Tensor, pixels: Tensor, answers: Tensor) -> 
 
 
 LAYOUTS: dict[str, tuple[Callable[[Any, int], PictureTokens], Callable[[Any, Tensor, Tensor, Tensor], Inputs]]] = {
-    "qwen2_vl": (_qwen_tokens, _qwen_inputs),
-    "qwen2_5_vl": (_qwen_tokens, _qwen_inputs),
-    "qwen3_vl": (_qwen_tokens, _qwen_inputs),
+    "qwen2_vl": (_qwen_tokens, _qwen_vision_inputs),
+    "qwen2_5_vl": (_qwen_tokens, _qwen_vision_inputs),
+    "qwen3_vl": (_qwen_tokens, _qwen_vision_inputs),
     "paligemma": (_paligemma_tokens, _plain_inputs),
     "gemma3": (_gemma3_tokens, _plain_inputs),
     "llava": (_llava_tokens, _plain_inputs),

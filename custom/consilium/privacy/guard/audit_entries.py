@@ -206,14 +206,14 @@ class Charges:
     def charge_training(self, row: Entry) -> None:
         """Charge DP-SGD training when it begins. Do nothing at site level."""
         if self.is_dpsgd:
-            self.ledger.spend(row, self.policy.budgets)
+            self.ledger.charge_once(row, self.policy.budgets)
 
     def charge_answer(self, row: Entry, digest: str) -> None:
         """Charge an answer with this digest, once.
 
         With DP-SGD the row has count 0, because `charge_training` charged the steps.
         """
-        self.ledger.spend(replace(row, digest=digest, count=0 if self.is_dpsgd else row.count), self.policy.budgets)
+        self.ledger.charge_once(replace(row, digest=digest, count=0 if self.is_dpsgd else row.count), self.policy.budgets)
 
     def has_void_row(self, row: Entry) -> bool:
         """Tell whether the ledger has a void row with the same key, see `Entry.is_void`."""

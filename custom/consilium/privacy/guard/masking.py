@@ -17,7 +17,7 @@ from consilium.privacy.guard.task_schedule import AuthorizedTask
 from consilium.privacy.plan import DEVIATIONS, Plan
 from consilium.privacy.secagg.arithmetic import UNIT, layout, quantize
 from consilium.privacy.secagg.certificates import Identity
-from consilium.privacy.secagg.client import FILE, Party, SiteRecord
+from consilium.privacy.secagg.client import FILE, SecAggClient, SiteRecord
 from consilium.privacy.secagg.server import MASKED
 from consilium.privacy.secagg.sum_ledger import SEAL, SumLedger, check_and_count_lines
 from consilium.privacy.secagg.terms import Message, Terms, read_attempt
@@ -98,7 +98,7 @@ class Masking:
             party = self._open_party(task.run)
             self._terms = party.check_train_question(task.payload, layout(upload_shapes(self.strategy, task.payload)))
             if self.plan is not None:
-                self.plan.check_shares(self._terms.least_honest_sites)
+                self.plan.check_honest_noise_shares(self._terms.least_honest_sites)
                 self.check_noise_fits(party.largest_number())
         except RefusedError as refusal:
             self.trail.note("refusal", again=True, step="train", what=str(refusal))
@@ -153,7 +153,7 @@ class Masking:
         if task.kind is Kind.EVALUATE and phase == 0 and task_schedule.may_be_final_round(self.config, round):
             SiteRecord(self.folder / task.run / FOLDER).end()
 
-    def _open_party(self, run: str) -> Party:
+    def _open_party(self, run: str) -> SecAggClient:
         """Return this site's protocol party. Raises RefusedError if the site has trained in this run and its record is lost."""
         assert self.identity is not None  # as check_admission makes sure
         home = self.folder / run
@@ -164,4 +164,4 @@ class Masking:
                 Reason.LEDGER,
             )
         sums = self.sums if self.config.has_sums_without_noise else None
-        return Party(self.identity, self.config, run, SiteRecord(home / FOLDER), sums)
+        return SecAggClient(self.identity, self.config, run, SiteRecord(home / FOLDER), sums)

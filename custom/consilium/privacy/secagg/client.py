@@ -96,7 +96,7 @@ class SiteRecord:
             write_json(self.folder / FILE, {"ended": True})
 
 
-class Party:
+class SecAggClient:
     """One site in one run. `run`: the run's name; `record`: the site's questions and answers of this run.
 
     `sums`: the site's ledger of sums without noise over all runs, None in a job with noise.
@@ -125,10 +125,10 @@ class Party:
             if not isinstance(step, str) or step not in steps:
                 raise refusal_error(f"there is no step {str(step)[:40]!r}")
             if step != "prepare" and step not in values.get("attempt", {}):  # a stored answer is signed already
-                self._check_certificate(values)
+                self._check_own_certificate_unchanged(values)
             return steps[step](values, question)
 
-    def _check_certificate(self, values: Mapping[str, Any]) -> None:
+    def _check_own_certificate_unchanged(self, values: Mapping[str, Any]) -> None:
         """Raise RefusedError if the kit's certificate is another one than in this site's roster entry.
 
         No site accepts another key for a name in the roster, so an answer signed with the new key would be worthless.
@@ -148,7 +148,7 @@ class Party:
             return self.record.answer_once(values["attempt"], "prepare", question, dict)
         if last is not None and place < last:
             raise refusal_error(f"attempt {place} is stale, this site is at {last}")
-        self._check_certificate(values)
+        self._check_own_certificate_unchanged(values)
         self._check_model_was_shared(values, place, past)
         if "entry" not in values:
             raise refusal_error(

@@ -104,7 +104,7 @@ def run_page(record: RunRecord, back: str = "") -> str:
         "pooled": record.is_pooled,
         "parameters": record.parameter_counts,
         "times": _time_facts(record),
-        "training": _training_table(record),
+        "training": _participation_and_cost_table(record),
         "refusals": refusals[:MOST_REFUSALS],
         "more_refusals": max(len(refusals) - MOST_REFUSALS, 0),
         "privacy": private,
@@ -153,7 +153,7 @@ def curve_figures(record: RunRecord, site: str | None = None) -> list[tuple[Any,
     return found
 
 
-def _training_table(record: RunRecord) -> Table | None:
+def _participation_and_cost_table(record: RunRecord) -> Table | None:
     """Return a table of each site's training: how often it was asked, answered, counted and refused; bytes, time and memory.
 
     Columns without known values are left out. None if no site took part.
@@ -225,7 +225,7 @@ LEDGER = "ledger.sqlite"
 NO_BOUND = "no bound (its jobs are of a finer unit, or without noise)"
 
 
-def audit_section(path: Path) -> dict[str, Any]:
+def audit_log_section(path: Path) -> dict[str, Any]:
     """Return the record in an audit.jsonl and its tables; or None, why it is not shown, and whether it is `too_large`."""
     if path.stat().st_size > MOST_BYTES:
         size = f"{path} has more than {MOST_BYTES // 1024**2} MiB, which is too large for this page"
@@ -333,7 +333,7 @@ def site_page(folder: Path, site: str) -> str:
         "confused": confusion_tables(closing, cases.classes) if cases else {},
         "figures": curve_figures(record, site) if record else [],
         "site": site_section("own", site, place, cases) if cases else None,
-        "audits": [audit_section(path) for path in audits if path.is_file() and not path.is_symlink()],
+        "audits": [audit_log_section(path) for path in audits if path.is_file() and not path.is_symlink()],
         "ledger": table,
         "no_ledger": problem,
         "privacy": private[0],

@@ -125,7 +125,7 @@ def _read(path: Path) -> DataList:
 
 
 def _prepare(config: ClassificationConfig, data: DataList) -> DataList:
-    return data if _is_texts(data.path) else picture_lists.prepare(config, data)
+    return data if _is_texts(data.path) else picture_lists.expand_to_slices_and_tiles(config, data)
 
 
 def _check(

@@ -249,7 +249,7 @@ def right_answers(text: Text, config: LanguageConfig) -> frozenset[str]:
     """
     if config.evaluate in ("label", "options"):
         given = (text.final_answer,) if text.final_answer else text.outputs
-        found, known = [_label_or_answer(one, text, config) for one in given], text.labels or config.labels
+        found, known = [_label_or_final_answer(one, text, config) for one in given], text.labels or config.labels
         if config.evaluate == "options" and text.labels and (len(known) < 2 or len({*known}) < len(known)):
             raise UnfitError(
                 f"{text.name}: labels: {', '.join(known)[:80]!r}: expected at least two options, each once; an answer is "
@@ -273,11 +273,11 @@ def judge_answers(
     written: Sequence[str], texts: Sequence[Text], truths: Sequence[Set[str]], config: LanguageConfig
 ) -> list[float]:
     """Return 1 for each right answer, 0 for others. A record without a true answer has no right answer."""
-    said = [_label_or_answer(one, text, config) for one, text in zip(written, texts, strict=True)]
+    said = [_label_or_final_answer(one, text, config) for one, text in zip(written, texts, strict=True)]
     return [float(one in true) for one, true in zip(said, truths, strict=True)]
 
 
-def _label_or_answer(written: str, text: Text, config: LanguageConfig) -> str | None:
+def _label_or_final_answer(written: str, text: Text, config: LanguageConfig) -> str | None:
     if config.evaluate == "exact":
         return READERS[config.extraction][0](written)
     return answer_label(written, text.labels or config.labels)

@@ -141,7 +141,7 @@ SEGMENTATION = TaskKind(
     partial(read_datalist, labels_are_classes=False),
     lazy(f"{_TASK}:build"),
     picture_lists.check,
-    prepare=picture_lists.prepare,
+    prepare=picture_lists.expand_to_slices_and_tiles,
     look=lazy(f"{_TASK}:check_item"),
     usable=picture_lists.usable_reader(classes=False),
     rehearse=lazy(f"{_TASK}:rehearse"),

@@ -211,7 +211,7 @@ class SegmentationTask(SampledTask):
             for item, one in zip(items, logits, strict=True):  # the file's masks and the predicted ones, at this side
                 if (item, side) not in self._pictures:
                     self._pictures[item, side] = read_picture(item, side, self.settings, self._padding)
-                masks = np.stack([resize_labels(mask, side, self.settings) for mask in self._masks(item).numpy()])
+                masks = np.stack([resize_labels(mask, side, self.settings) for mask in self._cached_masks(item).numpy()])
                 rows, columns = self._size_without_padding(item)
                 height, width = unpadded_size(cropped_shape(item, self.settings), side, self.settings)
                 enlarged = torch.zeros(masks.shape, dtype=torch.bool)
@@ -249,10 +249,10 @@ class SegmentationTask(SampledTask):
             if self.scores.grid == "resized" or cropped_shape(item, self.settings) == (rows, columns):  # the file's own size
                 yield Plane(item, (one > 0).cpu(), mask, self._annotated_classes(item))
                 continue
-            mask = self._masks(item)
+            mask = self._cached_masks(item)
             yield Plane(item, _enlarged_mask(one, tuple(mask.shape[1:])), mask, self._annotated_classes(item))
 
-    def _masks(self, item: Item) -> Tensor:
+    def _cached_masks(self, item: Item) -> Tensor:
         """Return a picture's masks (C, H, W) at the file's size. Up to MASK_BYTES are cached as bits; others are read again."""
         if item not in self._kept:
             masks = read_masks(item, self.classes, self.settings)
