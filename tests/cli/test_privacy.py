@@ -126,8 +126,8 @@ def test_releases_are_charged_phases_and_no_steps(tmp_path: Path) -> None:
     step = replace(ONE, unit="record", noise_multiplier=1.1, sample_rate=0.1, count=20, mechanism=DISCRETE)
     (tmp_path / "site.yaml").write_text("privacy: {ledger: l.sqlite, budgets: {record: {epsilon: 0.5}, site: {epsilon: 3}}}")
     for round in (0, 1):
-        Ledger(tmp_path / "l.sqlite").spend(replace(step, round=round), {})
-        Ledger(tmp_path / "l.sqlite").spend(replace(step, round=round, count=0, digest="ab"), {})
+        Ledger(tmp_path / "l.sqlite").charge_once(replace(step, round=round), {})
+        Ledger(tmp_path / "l.sqlite").charge_once(replace(step, round=round, count=0, digest="ab"), {})
     (found,) = json.loads(call("privacy", "ledger", str(tmp_path / "site.yaml"), "--format", "json"))["data_sets"]
     assert (found["releases"], found["steps"]) == (2, 40)
     assert found["budgets"]["record"] == {"epsilon": 0.5, "delta": 1e-5, "left": 0.0}

@@ -147,7 +147,7 @@ def test_a_list_that_gets_a_name_does_not_get_a_new_budget(tmp_path: Path) -> No
         return build_guard(private(), "a", where, tmp_path / "run", tmp_path, lambda event: None)
 
     first = guard(datalist=str(path))
-    first.ledger.spend(first.replay.charges.row("r", (0, 0)), first.policy.budgets)
+    first.ledger.charge_once(first.replay.charges.row("r", (0, 0)), first.policy.budgets)
     renamed = guard(datasets={"fundus": {"datalist": str(path)}})
     with pytest.raises(RefusedError, match=f"patients: {path}") as caught:
         renamed.authorize(Kind.HELLO, "run-2", Payload(-1, -1, {}))

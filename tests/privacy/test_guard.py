@@ -201,7 +201,7 @@ def test_a_crash_before_the_ledger_costs_nothing_and_one_after_it_sends_the_same
     job = private_job()
     guard = make(job)
     task = ask(guard, job)
-    with patch.object(type(guard.ledger), "spend", side_effect=OSError("power cut")), pytest.raises(OSError, match="power"):
+    with patch.object(type(guard.ledger), "charge_once", side_effect=OSError("power")), pytest.raises(OSError, match="power"):
         guard.release(task, result(job))
     assert guard.ledger.entries() == []
     after = make(job)
@@ -253,7 +253,7 @@ def test_a_word_costs_a_release_and_what_is_tried_after_it_another(make: Make, t
 def test_a_word_whose_payment_broke_off_is_paid_when_it_is_asked_for_again(make: Make) -> None:
     job = private_job()
     ask(guard := make(job), job)
-    with patch.object(type(guard.ledger), "spend", side_effect=OSError("power cut")), pytest.raises(OSError, match="power"):
+    with patch.object(type(guard.ledger), "charge_once", side_effect=OSError("power")), pytest.raises(OSError, match="power"):
         guard.refuse(Reason.TRAINING)
     for _ in range(2):
         with pytest.raises(RefusedError, match="has failed here before") as refused:
@@ -364,7 +364,7 @@ def test_a_server_cannot_have_a_release_for_nothing_by_replaying_it_with_zero_pe
     job = private_job()
     guard = make(job)
     task = ask(guard, job)
-    with patch.object(type(guard.ledger), "spend", side_effect=RefusedError("budget")), pytest.raises(RefusedError):
+    with patch.object(type(guard.ledger), "charge_once", side_effect=RefusedError("budget")), pytest.raises(RefusedError):
         guard.release(task, result(job))  # prepared, kept, not paid for
     zeros = {name: torch.zeros_like(t) for name, t in job.initial.items()}
     train(guard, "r", replace(broadcast(job), tensors=zeros), result(job))

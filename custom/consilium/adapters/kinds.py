@@ -155,9 +155,9 @@ BOTTLENECK = AdapterKind(
 )
 FULL = AdapterKind(
     FullConfig,
-    lazy(f"{PLACE}.trained_base_parameters:no_shapes"),
+    lazy(f"{PLACE}.trained_base_parameters:full_adapter_shapes"),
     lazy(f"{PLACE}.trained_base_parameters:train_whole"),
-    lazy(f"{PLACE}.trained_base_parameters:export_whole"),
+    lazy(f"{PLACE}.trained_base_parameters:export_full_weights"),
     lazy(f"{PLACE}.trained_base_parameters:whole_base"),
     merge=lambda model: None,  # the trained parameters are already the base's own
 )

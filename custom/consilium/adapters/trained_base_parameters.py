@@ -43,7 +43,7 @@ def whole_base(model: nn.Module, config: FullConfig) -> list[str]:
 
 
 def full_adapter_shapes(model: nn.Module, config: FullConfig, base: ModelKind) -> Shapes:
-    """Return {}, because all trained parameters belong to the base. Raises ConfigError for a model too large to send."""
+    """Return {}: the base's parameters are no adapter tensors. Raises ConfigError for a model too large to send."""
     adapter_state.check_size(sum(parameter.numel() for parameter in model.parameters()))
     return {}
 

@@ -57,7 +57,7 @@ R = TypeVar("R")
 
 
 def with_model_on_ranks(do: Callable[Concatenate["Client", P], R]) -> Callable[Concatenate["Client", P], R]:
-    """Decorate a client's method so that all ranks have the current model while it runs; see Ranks.model_on_all_ranks."""
+    """Decorate a client's method so that all ranks have the current model while it runs, see DataParallelGroup."""
 
     @wraps(do)
     def run_with_model(client: "Client", /, *words: P.args, **named: P.kwargs) -> R:

@@ -43,7 +43,7 @@ class ModelStore:
         self.context = context
 
     def build_global(self, values: Tensors, payload: Payload) -> SavedModel:
-        """Return the global model that was received with `payload`."""
+        """Return the model of the values with the scaling and round of `payload`."""
         return SavedModel(values, payload.round, scaling_multiplier(self.context.strategy, payload))
 
     def build_personalized(self, values: Tensors, payload: Payload, closing: bool) -> SavedModel:

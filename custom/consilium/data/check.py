@@ -1,6 +1,7 @@
 """`consilium data check`: open every sample of a data list, a folder per class, or a folder of texts, and report."""
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -210,13 +211,13 @@ def setting_suggestions(reports: Mapping[str, Findings], classes: Classes, max_l
 
 
 def token_length_advice(lengths: Counter[int], max_length: int) -> str:
-    """Return percentiles of texts' lengths in tokens, and the `model.max_length` that keeps 99 % or all of them whole."""
+    """Return percentiles of texts' lengths in tokens. If some are cut, add the `model.max_length` that keeps texts whole."""
     every = np.sort(np.repeat(list(lengths), list(lengths.values())))
-    parts = {share: int(every[-(-len(every) * share // 100) - 1]) for share in (50, 90, 95, 99, 100)}
+    parts = {share: int(every[math.ceil(len(every) * share / 100) - 1]) for share in (50, 90, 95, 99, 100)}
     told = ", ".join(f"{share} % up to {most}" for share, most in parts.items())
     if not (cut := int((every > max_length).sum())):
         return f"tokens: {told}; none is cut at model.max_length {max_length}"
-    most, all_of_them = (-(-parts[share] // 8) * 8 for share in (99, 100))
+    most, all_of_them = (8 * math.ceil(parts[share] / 8) for share in (99, 100))
     enough = f"{most} to keep 99 % whole, " if max_length < most < all_of_them else ""
     return (
         f"tokens: {told}; {cut / len(every):.0%} are cut at model.max_length {max_length}; "

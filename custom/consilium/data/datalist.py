@@ -423,5 +423,5 @@ def _read_entry(path: Path, where: str, entry: Any, classes: bool | None, annota
 
 
 def sample_files(item: Any) -> list[Path]:
-    """Return the files that a sample is read from: its picture, and its mask if it has one."""
+    """Return the paths that a sample is read from: its picture, volume or DICOM folder, and its mask if it has one."""
     return [file for file in (item.image, getattr(item, "label", None)) if isinstance(file, Path)]

@@ -229,7 +229,7 @@ def read_text(path: Path, remedy: str, most: int = MOST_BYTES) -> str:
 
 @contextmanager
 def wrap_decoding_errors(path: Path, what: str, remedy: str = TAKE_OFF, most: int = MOST_BYTES) -> Iterator[None]:
-    """Turn any exception of a decoder of `path` in the block into a DataError: damaged files may cause any exception."""
+    """Check the kind and size of `path`, and turn any exception in the block into a DataError: damaged files may cause any."""
     check_file(path, remedy, most)
     try:
         yield
@@ -238,9 +238,9 @@ def wrap_decoding_errors(path: Path, what: str, remedy: str = TAKE_OFF, most: in
     except Exception as error:
         why = " ".join(str(error).split())[:200]
         if isinstance(error, EOFError | zlib.error | gzip.BadGzipFile):
-            unpacked = isinstance(error, gzip.BadGzipFile) and "CRC" not in why and "length" not in why
+            never_packed = isinstance(error, gzip.BadGzipFile) and "CRC" not in why and "length" not in why
             cause = "its packed content is cut off or damaged; copy or download it again"
-            why = "its name ends in .gz, and its content is not packed by gzip" if unpacked else cause
+            why = "its name ends in .gz, and its content is not packed by gzip" if never_packed else cause
         why = "it is damaged, or of another kind than it says" if not why or _PROGRAMMERS.search(why) else why
         raise DataError(f"{path}: {what} ({why}); {remedy}") from None
 

@@ -166,7 +166,7 @@ def load_except_missing_blocks(model: nn.Module, strategy: Strategy, values: Map
 
 
 def apply_forward_settings(model: nn.Module, config: JobConfig, kept: SavedModel) -> None:
-    """Set the adapter's scaling and the local adapter's share to the saved values, with which the model was scored."""
+    """Set the adapter's scaling and the local adapter's share to the saved values."""
     kind = config.adapter_kind
     if kind.scale:
         kind.scale(model, config.adapter, kept.scaling)

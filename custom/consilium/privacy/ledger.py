@@ -87,7 +87,7 @@ class Ledger:
     def charge_once(self, entry: Entry, budgets: Budgets) -> bool:
         """Write the row of one release before it leaves the site; do nothing if it is known. Return whether it is new.
 
-        Raises RefusedError as `check` does.
+        Raises RefusedError as `check_budget` does.
         """
         with self._write_transaction() as db:
             sealed = self._check_last_row(_read_rows(db, self.path))

@@ -135,7 +135,7 @@ class Plan:
         return found
 
     def check_honest_noise_shares(self, honest: int) -> None:
-        """Raise RefusedError if `honest`, the least number of honest noise shares in a sum, is below the plan's `shares`."""
+        """With trust distributed, raise RefusedError if a sum may have fewer honest noise shares, `honest`, than `shares`."""
         if self.config.trust == "distributed" and honest < self.shares:
             raise RefusedError(
                 f"a sum with {honest} shares of noise that nobody else knows, where the plan counts {self.shares}; "

@@ -293,9 +293,12 @@ def _pieces(table: Table, places: Sequence[int]) -> list[_Piece]:
 
 
 def _width_in_points(text: str) -> float:
-    """Return an upper bound of a text's width in points, in \\footnotesize, also in bold."""
-    wide = {c: 8.8 for c in "MWmw@%"} | {c: 3.6 for c in "filjt.,:;'()/| -"}
-    return sum(wide.get(c, 8.8 if c > "\u024f" else 6.8 if c.isupper() or c == "±" else TEX_LETTER) for c in text)
+    """Return about a text's width in points, in \\footnotesize: at least that in Times.
+
+    Bold words in Computer Modern are up to 9 % wider, if they are capitals.
+    """
+    wide = {c: 8.8 for c in "MWmw@%&"} | {c: 3.6 for c in "filjt.,:;'()/| -"}
+    return sum(wide.get(c, 8.8 if c > "\u024f" else 6.8 if c.isupper() or c in "±+" else TEX_LETTER) for c in text)
 
 
 def _column_cells(table: Table, place: int) -> list[str]:

@@ -104,7 +104,7 @@ class SiteEvents:
         self._try(lambda: self._file.add_scalars(values, number))
 
     def write_pictures(self, round: int, stage: Stage, make: Callable[[], Examples | None]) -> None:
-        """Draw a model's predictions, which `make` returns, if this round has pictures. None: the task has no pictures."""
+        """Draw a model's predictions, which `make` returns, if this round has pictures. None: there is nothing to draw."""
 
         def write() -> None:
             if (found := make()) is not None:

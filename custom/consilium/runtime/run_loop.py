@@ -35,7 +35,7 @@ class Probe(Protocol):
     def store_result(self, info: SiteInfo, payload: Payload, result: Payload) -> None:
         """Store a site's accepted result and the payload that it was sent."""
 
-    def conclude(self, state: ServerState) -> dict[str, float]:
+    def measure_phase(self, state: ServerState) -> dict[str, float]:
         """Return the phase's measurements. It is called before the results are merged into `state`."""
 
 
@@ -103,7 +103,7 @@ class RunLoop:
 
         self.transport.ask(Kind.TRAIN, payloads, accept, lambda: c.has_quorum)
         end_held_out()
-        c.conclude(self.probe.conclude(c.state) if self.probe else None)
+        c.conclude(self.probe.measure_phase(c.state) if self.probe else None)
 
     def _begin_held_out(self) -> Callable[[], None]:
         return self.transport.begin(Kind.EVALUATE, self.coordinator.evaluation_payloads(), self.coordinator.accept_held_out)

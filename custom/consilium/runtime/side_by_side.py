@@ -213,7 +213,7 @@ class _Worker:
         self._stop: BaseException | None = None
         self.answer, self.outcome = Future[Any](), Future[Any]()
         self._work, self._backward_passes, self._random, self._stopping, self._ended = work, 0, random_state(), False, False
-        self._may, self._has_stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._turn_granted, self._turn_ended = threading.Semaphore(0), threading.Semaphore(0)
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property
@@ -230,8 +230,8 @@ class _Worker:
         """Let the site run until its next request or its end. Raises the error that ended it if this must end the run."""
         self.request = None
         set_random_state(self._random)
-        self._may.release()
-        self._has_stopped.acquire()
+        self._turn_granted.release()
+        self._turn_ended.acquire()
         if self._stop is not None and not self._stopping:
             raise self._stop
 
@@ -252,23 +252,26 @@ class _Worker:
         self._random = random_state()
 
     def submit_and_wait(self, request: _Request) -> Any:
-        """Block this thread until the request is answered, and return the answer. Raises Stopped if the run ends before."""
+        """End the turn of this thread, the site's own, and return the answer at its next turn. Raises Stopped at the run's end.
+
+        After the end was asked for, a site that `may_save` still writes its state.
+        """
         self._random, self.request, self.answer = random_state(), request, Future()
-        self._has_stopped.release()
-        self._may.acquire()
+        self._turn_ended.release()
+        self._turn_granted.acquire()
         if self._stopping and not self.may_save:
             raise Stopped("the run was stopped")
         self._backward_passes += isinstance(request, Tensor)
         return self.answer.result()
 
     def _run(self) -> None:
-        self._may.acquire()
+        self._turn_granted.acquire()
         if not self._stopping:
             self.outcome = _run(self._work)
             error = self.outcome.exception()
             self._stop = error if isinstance(error, STOPS) else None
         self._ended = True
-        self._has_stopped.release()
+        self._turn_ended.release()
 
 
 def _run(work: Callable[[], Any]) -> Future[Any]:

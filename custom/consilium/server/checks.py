@@ -164,7 +164,7 @@ def _check_dense_cpu_tensor(name: str, tensor: Any, dtype: torch.dtype) -> None:
 
 
 def _check_finite(tensors: Tensors) -> None:
-    """Raise RefusedError if a tensor has NaN or Inf. `_check_tensor` must have checked each tensor before."""
+    """Raise RefusedError if a tensor has NaN or Inf. `_check_dense_cpu_tensor` must have checked each tensor before."""
     if wrong := non_finite_names(tensors):
         raise RefusedError(f"tensor {_first_name(wrong)!r} has NaN or Inf")
 

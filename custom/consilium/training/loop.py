@@ -258,7 +258,7 @@ def _optimizer_step(
     losses: LossAccumulator,
     last: bool,
 ) -> bool:
-    """Take one step over `accumulate` batches; if no batch is left, over the penalty alone.
+    """Take one step over the penalty and up to `accumulate` batches. Return whether the losses were read from the device.
 
     If the losses are read in this step, one that is not finite raises an error before the optimizer's step.
     """
@@ -267,10 +267,10 @@ def _optimizer_step(
         value.backward()
     for batch in itertools.islice(stream, config.accumulate):
         losses.add(_backward(model, task, batch, config, 1 / config.accumulate, backward))
-    known = losses.end_step_and_read(last)
+    losses_read = losses.end_step_and_read(last)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return known
+    return losses_read
 
 
 def _private_step(
@@ -296,12 +296,12 @@ def _private_step(
     for count, batch in read_units(model, task, parts, private.seed()):
         with private.sum.add_unit():
             losses.add(_backward(model, task, batch, config, 1.0), count / whole)
-    known = losses.end_step_and_read(last)
+    losses_read = losses.end_step_and_read(last)
     gradients: list[Tensor | None] = [None] * len(trained)
     if value is not None and value.requires_grad:
         gradients = list(torch.autograd.grad(value, list(trained.values()), allow_unused=True))
     private.step({name: one for name, one in zip(trained, gradients, strict=True) if one is not None})
-    return known
+    return losses_read
 
 
 def read_units(model: nn.Module, task: Task, parts: Sequence[list[int]], seed: int) -> Iterator[tuple[int, Batch]]:

@@ -98,7 +98,7 @@ def test_a_disk_too_full_to_note_that_a_round_begins(privacy: dict, kit: Any, tm
 def test_a_round_noted_and_not_charged_is_charged_when_it_is_asked_again(kit: Any, tmp_path: Path) -> None:
     """A kill between the two: the note gives no free answer, and blocks none."""
     site = kit(RECORD_LEVEL, FOUR_ROUNDS, datalist=make_site(tmp_path / "list"))
-    with patch.object(Ledger, "spend", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with patch.object(Ledger, "charge_once", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         site.train(0)
     assert not [row for row in site.rows if row.count]
     site.begin_anew()

@@ -32,7 +32,7 @@ from tests.conftest import small_config
 from tests.flare import process_state
 
 BOTH = pytest.mark.parametrize("fails", [False, True], ids=["well", "fails"])
-SPEND = "consilium.privacy.ledger.Ledger.spend"
+SPEND = "consilium.privacy.ledger.Ledger.charge_once"
 OVER = RefusedError("over the budget", Reason.BUDGET)
 
 

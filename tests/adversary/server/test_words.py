@@ -182,7 +182,7 @@ def test_a_word_is_paid_once_wherever_its_process_is_killed(privacy: dict, clien
         return sum(row.digest == "word" for row in site.guard.ledger.entries())
 
     site = failing(client(privacy))
-    for where in ("core.storage.os.replace", "privacy.ledger.Ledger.spend"):  # before it has its name, and behind that
+    for where in ("core.storage.os.replace", "privacy.ledger.Ledger.charge_once"):  # before it has its name, and behind that
         task = admitted(site)
         with patch(f"consilium.{where}", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             answered(site, task)
@@ -197,7 +197,7 @@ def test_a_word_is_paid_once_wherever_its_process_is_killed(privacy: dict, clien
 def test_a_word_that_is_not_paid_yet_does_not_leave_without_its_price(client: MakeClient) -> None:
     site = failing(client(SITE_LEVEL, budgets={"site": {"epsilon": 3.1}}))
     task = admitted(site)
-    with patch("consilium.privacy.ledger.Ledger.spend", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with patch("consilium.privacy.ledger.Ledger.charge_once", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         answered(site, task)
     other = client(SITE_LEVEL, folder="two", budgets={"site": {"epsilon": 3.1}})
     for round in range(2):

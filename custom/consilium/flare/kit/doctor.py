@@ -239,7 +239,7 @@ def _examine_kit_mode(kit: Path) -> str:
 
 
 def _examine_key(kit: Path) -> str:
-    """Return whether the private key is there, belongs to the certificate, is private to its user, and is locked or not."""
+    """Return a line on the private key. Raises ConfigError unless it is there, private to its user and the certificate's."""
     path, locked = private_key_path(kit), (kit / LOCKED).is_file()
     if (mode := path.stat().st_mode & 0o777) & 0o077:
         raise ConfigError(

@@ -103,10 +103,10 @@ def renew(sites: Path, folder: Path, names: Collection[str] = (), root: str = KE
 def update_kit(kit: Path, new: Path, fingerprint: str = "", running: bool = False) -> list[str]:
     """Replace a kit's startup/ by the startup/ of the renewed kit `new`. Return one line per new certificate.
 
-    All other files of the kit stay. A root with another key is accepted only with the SHA-256 `fingerprint` of its certificate
-    or key, which the site must get by another channel than the kit. `running`: allow a running site, which uses the new
-    certificate from its next connection on. Raises ConfigError, before anything is changed, if the kit runs without `running`,
-    or if `new` is no renewal of it.
+    The kit's local/, ledger and records stay. A root with another key is accepted only with the SHA-256 `fingerprint` of its
+    certificate or key, which the site must get by another channel than the kit. `running`: allow a running site, which uses
+    the new certificate from its next connection on. Raises ConfigError, before anything is changed, if the kit runs without
+    `running`, or if `new` is no renewal of it.
     """
     startup, ready, old = kit / "startup", kit / NEW, kit / OLD
     if not startup.exists() and old.is_dir():  # stopped between the two renames below

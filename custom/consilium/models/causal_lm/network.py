@@ -113,7 +113,7 @@ def convert_to_linear_layers(model: nn.Module) -> None:
 
 
 def restore_conv1d(model: nn.Module) -> None:
-    """Undo `use_linear_layers`: put `Conv1D` back, with the current weights of the linear layers."""
+    """Undo `convert_to_linear_layers`: put `Conv1D` back, with the current weights of the linear layers."""
     for name, module in [(n, m) for n, m in model.named_modules() if TURNED in vars(m)]:
         parent, _, own = name.rpartition(".")
         layer = Conv1D(module.out_features, module.in_features)

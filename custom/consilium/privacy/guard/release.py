@@ -71,7 +71,10 @@ def privatize_update(
     bits: Bits = secret_bytes,
     as_sums: bool = False,
 ) -> tuple[Tensors, mechanism.Outcome]:
-    """Return an update with clipping and the plan's noise, and its Outcome.
+    """Return an update with this site's part of the plan's protection, and its Outcome.
+
+    It is clipped, except for a sum of gradients that training has clipped already. The noise is the whole one, with trust
+    distributed this site's share, and with trust central none, which the server adds.
 
     `maps`: the whitening of tensors with a peer. `as_sums`: return whitened coordinates in whole units of the grid (int64); the
     server maps their mean back with `mechanism.restore_update`. Otherwise return an update in the types of `update`. Raises

@@ -253,7 +253,7 @@ class SegmentationTask(SampledTask):
             yield Plane(item, _enlarged_mask(one, tuple(mask.shape[1:])), mask, self._annotated_classes(item))
 
     def _cached_masks(self, item: Item) -> Tensor:
-        """Return a picture's masks (C, H, W) at the file's size. Up to MASK_BYTES are cached as bits; others are read again."""
+        """Return the masks (C, H, W) of a picture or its crop. Up to MASK_BYTES are cached as bits; others are read again."""
         if item not in self._kept:
             masks = read_masks(item, self.classes, self.settings)
             packed = masks.shape, np.packbits(masks)
