@@ -123,6 +123,8 @@ class Coordinator:
                         "text": f"resumed with another version: {changed}; the run's numbers are of both, see versions.json",
                     }
                 )
+            # a site whose former noise came from a seed may be away from now on
+            self.plan = self.plan and self.plan.with_seeded_noise(self.log.seeded)
         else:
             self.log.record_run_start(job.strategy, job.initial)
             self._write_checkpoint()  # so that a run interrupted in round 0 resumes with its name, and no site pays twice

@@ -1,5 +1,6 @@
 """A ledger of a stranger, in an archive of evidence or a run's folder: SQLite that does something when it is read."""
 
+import json
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from consilium.core.errors import RefusedError
 from consilium.flare.kit.evidence_archive import LEDGER, verify_chains
+from consilium.privacy.audit_log import read_with_epsilon
 from consilium.privacy.ledger import COLUMNS, Ledger
 from tests.privacy.test_ledger import ONE
 
@@ -53,6 +55,16 @@ def test_a_row_of_many_bytes(tmp_path: Path) -> None:
     Ledger(path).spend(ONE, {})
     written(path, "UPDATE releases SET job = zeroblob(100000000)")
     assert "too big" in str(verify_chains({LEDGER: path.read_bytes()})["ledger"])
+
+
+@pytest.mark.parametrize(("noise", "rate", "count"), [(1e-100, 1.0, 1), (1e-17, 1.0, 1), (1e-80, 0.5, 9), (1.0, 0.5, 2**52)])
+def test_a_record_of_a_cost_that_no_job_has(noise: float, rate: float, count: int, tmp_path: Path) -> None:
+    """A page, `audit` and `evidence` read it: they show a large epsilon and do not break off."""
+    cost = {"noise_multiplier": noise, "sample_rate": rate, "count": count, "slack": 1e-12}
+    line = {"kind": "update", "round": 0, "phase": 0, "privacy": {"delta": 1e-5, "spend": cost}, "previous": ""}
+    (tmp_path / "audit.jsonl").write_text(json.dumps(line) + "\n")
+    (message,) = read_with_epsilon(tmp_path / "audit.jsonl")["messages"]
+    assert message["privacy"]["epsilon"] > 1e13
 
 
 @pytest.mark.parametrize("line", [lambda count: "[" + "0," * count + "0]", lambda count: "{}\n" + "{" * count])
