@@ -146,7 +146,9 @@ class Ledger:
                 open_private(self.path.resolve(), "a").close()
             with closing(sqlite3.connect(self.path, timeout=60, isolation_level=None)) as db:
                 _check_plain(db, self.path)  # before any statement that reads the definitions in the file
-                db.execute("PRAGMA synchronous = FULL")  # a committed row survives a power cut
+                # A committed row survives a power cut. With FULL, the default, it could be rolled back, because the deletion of
+                # the journal is not flushed.
+                db.execute("PRAGMA synchronous = EXTRA")
                 yield db
         except sqlite3.Error as error:
             raise RefusedError(
