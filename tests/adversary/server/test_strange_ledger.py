@@ -3,6 +3,7 @@
 import json
 import sqlite3
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from consilium.core.errors import RefusedError
 from consilium.flare.kit.evidence_archive import LEDGER, verify_chains
 from consilium.privacy.audit_log import read_with_epsilon
-from consilium.privacy.ledger import COLUMNS, Ledger
+from consilium.privacy.ledger import COLUMNS, Ledger, summary
 from tests.privacy.test_ledger import ONE
 
 NAMES = ", ".join(COLUMNS)
@@ -48,6 +49,15 @@ def test_a_ledger_of_something_other_than_its_table(script: str, tmp_path: Path)
     for use in (lambda: Ledger(path).seals(), lambda: Ledger(path).spend(ONE, {})):
         with pytest.raises(RefusedError, match="nothing was sent; restore it"):
             use()
+
+
+@pytest.mark.parametrize("wrong", [{"count": -5}, {"sample_rate": 5.0}, {"sample_rate": -0.5}], ids=str)
+def test_a_row_with_a_cost_that_no_release_has(wrong: dict[str, float], tmp_path: Path) -> None:
+    """Minus five releases would lower the epsilon of the others."""
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    assert ledger.spend(replace(ONE, **wrong), {})
+    with pytest.raises(RefusedError, match="row 1 of the privacy ledger is none of this version"):
+        summary(Ledger(ledger.path))
 
 
 def test_a_row_of_many_bytes(tmp_path: Path) -> None:
