@@ -431,7 +431,7 @@ def test_the_record_says_that_updates_left_masked_and_keeps_refusals(tmp_path: P
     lines = [json.loads(x) for x in next((tmp_path / "sites/site-1").glob("*/audit.jsonl")).read_text().splitlines()]
     updates = [line for line in lines if line["kind"] == "update"]
     terms = {"asked": 4, "threshold": 3, "least": 4, "colluders": 1}
-    assert [line["masked"] for line in updates] == [terms | {"sites": NAMES}] * 2
+    assert [line["masked"] for line in updates] == [terms | {"sites": NAMES, "weights": "samples, at most 65536"}] * 2
     assert [line["step"] for line in lines if line["kind"] == "masks"] == ["hello", *["prepare", "confirm", "reveal"] * 2]
     assert lines[-1]["kind"] == "refusal"
     assert "is none that this site is in" in lines[-1]["what"]

@@ -97,6 +97,10 @@ def ledger(
 def sums(
     where: Annotated[Path, typer.Argument(help="the site's site.yaml or startup kit")],
     allow: Annotated[str, typer.Option(help="allow sums over these hospitals; all their names, separated by commas")] = "",
+    weights: Annotated[
+        str,
+        typer.Option(help="with --allow: also allow this weights rule; a refusal names it"),
+    ] = "",
     reason: Annotated[str, typer.Option(help="with --allow: the reason, for the record")] = "",
     format: FormatOption = "txt",
 ) -> None:
@@ -110,7 +114,7 @@ def sums(
     if allow:
         if not reason.strip():
             raise ConfigError("--reason: empty; say why this sum may show what it shows")
-        sum_ledger.allow(root, [name.strip() for name in allow.split(",")], reason)
+        sum_ledger.allow(root, [name.strip() for name in allow.split(",")], reason, weights)
     sum_ledger.check_and_count_lines(root)
     found = sum_ledger.read(root / sum_ledger.FILE)
     lines = []
@@ -118,7 +122,8 @@ def sums(
         if "sites" not in one:
             text = f"{len(one['lost'])} lines were lost"
         elif "reason" in one:
-            text = f"{', '.join(one['sites'])}; by {one['by']}: {one['reason']}"
+            rule = f"; weights {one['weights']}" if "weights" in one else ""
+            text = f"{', '.join(one['sites'])}{rule}; by {one['by']}: {one['reason']}"
         else:
             text = f"{', '.join(one['sites'])}; data {', '.join(one['data'])}; {one['job']} {one['run']}"
         lines.append(rich_line(f"{_stamp(one['time'])}  {one['kind']}: {text}", limit=2000))

@@ -23,7 +23,7 @@ from consilium.privacy.guard.guard import Guard
 from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import make_plan
 from consilium.privacy.secagg.certificates import Identity
-from consilium.privacy.secagg.sum_ledger import GENERATED, SumLedger
+from consilium.privacy.secagg.sum_ledger import GENERATED, UNIFORM, SumLedger
 from consilium.tasks.base import Task
 from consilium.training.device import require_compiler
 
@@ -104,7 +104,7 @@ def build_guard(
             root,
             (patients, str(data.path.resolve())) if own else (GENERATED,),
             job.config.title,
-            "uniform" if job.config.weighting == "uniform" else f"samples, at most {job.config.max_masked_weight}",
+            UNIFORM if job.config.weighting == "uniform" else f"samples, at most {job.config.max_masked_weight}",
         ),
         observer,
         job_id,

@@ -35,6 +35,7 @@ from consilium.core.storage import (
     flatten_groups,
     group_of,
     load_state,
+    lock_folder,
     note,
     read_json,
     refuse_if_unwritable,
@@ -159,13 +160,8 @@ class Client:
         """
         self.on_train(run, payload)
         state = self._restore_state(run)
-        if state.place == (payload.round, payload.phase):
-            return state.reply
-        if state.place is not None and state.place > (payload.round, payload.phase):
-            raise RefusedError(
-                f"{self.context.name}: round {payload.round} phase {payload.phase} is stale, the site is at {state.place}",
-                Reason.TASK,  # it depends on the server, not on the data
-            )
+        if state.place is not None and state.place >= (payload.round, payload.phase):
+            return self._stored_reply(state, payload)
         start = self.context.load_payload(state.params, payload)
         try:
             return self._train(run, payload, state, start)
@@ -216,9 +212,23 @@ class Client:
         # before sending: a lost answer must not cost a second training
         groups = {"params": end, "reply": reply.tensors, "kept": trainer.memory, "optimizer": state.optimizer}
         meta = {"round": payload.round, "phase": payload.phase, "scalars": reply.scalars, "metrics": reply.metrics}
-        with refuse_if_unwritable(self._state_path(run)):
+        with refuse_if_unwritable(self._state_path(run)), lock_folder(self._state_path(run).parent):
+            # Another process of this run may have trained meanwhile. Its state stays: DP-SGD charges one training, so the next
+            # rounds must not depend on a second one.
+            first = self._restore_state(run)
+            if first.place is not None and first.place >= (payload.round, payload.phase):
+                return self._stored_reply(first, payload)
             save_state(self._state_path(run), flatten_groups(groups), meta)
         return reply
+
+    def _stored_reply(self, state: SiteState, payload: Payload) -> Payload:
+        """Return the reply in the client's stored state. Raises RefusedError if the state is of a newer round or phase."""
+        if state.place == (payload.round, payload.phase):
+            return state.reply
+        raise RefusedError(
+            f"{self.context.name}: round {payload.round} phase {payload.phase} is stale, the site is at {state.place}",
+            Reason.TASK,  # it depends on the server, not on the data
+        )
 
     @with_model_on_ranks
     def evaluate(self, run: str, payload: Payload) -> Payload:

@@ -3,6 +3,7 @@
 The server's checkpoint, a site's private state and the guard's records are written with these functions.
 """
 
+import errno
 import hashlib
 import io
 import json
@@ -75,7 +76,8 @@ def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def write_atomic(path: Path, data: bytes, mode: int = PRIVATE) -> None:
     """Write bytes to a temporary file beside `path`, flush it to disk, and rename it to `path`.
 
-    The file, and folders that are created for it, are private to the user. With PUBLIC they follow the umask.
+    The file, and folders that are created for it, are private to the user. With PUBLIC they follow the umask. A private file
+    also survives a power cut: a site that forgets an answer that has left could give a second one.
     """
     make_private_folder(path.parent) if mode == PRIVATE else path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -89,6 +91,20 @@ def write_atomic(path: Path, data: bytes, mode: int = PRIVATE) -> None:
     except BaseException:  # a full disk would otherwise leave half a file
         temporary.unlink(missing_ok=True)
         raise
+    if mode == PRIVATE:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names of the files in a folder to disk. Do nothing on a file system that cannot do this."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(opened)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    finally:
+        os.close(opened)
 
 
 def write_json(path: Path, value: Any, indent: int | None = None) -> None:

@@ -37,6 +37,11 @@ GRID = 2**18
 """The largest number of points of prv's grid: 30 MB, a quarter of a second per row. A larger problem gets a coarser grid."""
 MOST_ROWS = 32
 """The largest number of different kinds of releases that prv composes; beyond it rdp is used."""
+LARGEST_MU, LEAST_NOISE = 1e12, 1e-100
+"""Beyond this mu the RDP bound is used: it is then at most 1e-10 too large, and the closed form has no digits left.
+
+Under this noise multiplier epsilon is infinite. Only a file from a stranger has such numbers.
+"""
 ROOT_ERROR = 1e-10
 """Absolute error in epsilon when the closed form is solved (the solver's xtol)."""
 RELATIVE_ERROR = 1e-12
@@ -78,6 +83,8 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     if gaussian_delta(mu, 0.0) <= delta:
         return 0.0
     top = mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta)) + 1  # the RDP bound lies above
+    if mu > LARGEST_MU:
+        return top
     from scipy.optimize import brentq  # imported here because it takes a second and most processes never need it
 
     root = float(brentq(lambda eps: gaussian_delta(mu, eps) - delta, 0.0, top, xtol=ROOT_ERROR))
@@ -94,10 +101,12 @@ def epsilon_of(spends: Sequence[GaussianEvent], delta: float, accountant: Accoun
     spends = [spend for spend in spends if spend.count and spend.sample_rate]
     if not spends:
         return 0.0
-    if not all(spend.noise_multiplier > 0 for spend in spends):
+    if not all(spend.noise_multiplier >= LEAST_NOISE for spend in spends):
         return math.inf
     slack = math.fsum(spend.count * spend.slack for spend in spends)
     delta *= math.exp(-slack / 2)
+    if delta == 0:  # over 1e15 releases
+        return math.inf
     found = _continuous_epsilon(spends, delta, accountant, planned) + slack
     return max(found, _continuous_epsilon(spends, delta, "exact", planned) + slack) if planned else found  # ledgers use exact
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from consilium.core.errors import ConfigError, Reason, RefusedError
-from consilium.core.storage import file_lock, make_private_folder, open_private
+from consilium.core.storage import file_lock, make_private_folder, open_private, sync_folder
 from consilium.privacy.accounting import GaussianEvent, check_delta, epsilon_of
 
 FILE = "audit.jsonl"
@@ -57,6 +57,8 @@ class AuditLog:
             if os.write(file.fileno(), data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(file.fileno())
+            if not size:  # a new file's name must survive a power cut too
+                sync_folder(self.path.resolve().parent)
         except OSError:
             os.ftruncate(file.fileno(), size)  # half a line would damage the file and block later writes
             raise

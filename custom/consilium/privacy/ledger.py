@@ -146,7 +146,9 @@ class Ledger:
                 open_private(self.path.resolve(), "a").close()
             with closing(sqlite3.connect(self.path, timeout=60, isolation_level=None)) as db:
                 _check_plain(db, self.path)  # before any statement that reads the definitions in the file
-                db.execute("PRAGMA synchronous = FULL")  # a committed row survives a power cut
+                # A committed row survives a power cut. With FULL, the default, it could be rolled back, because the deletion of
+                # the journal is not flushed.
+                db.execute("PRAGMA synchronous = EXTRA")
                 yield db
         except sqlite3.Error as error:
             raise RefusedError(
@@ -189,6 +191,7 @@ def _read_rows(db: sqlite3.Connection, path: Path, whole: bool = True) -> list[S
         numbers = [row[name] for name in ("round", "phase", "noise_multiplier", "sample_rate", "count", "clip", "private")]
         texts = [row[name] for name in ("run", "job", "dataset", "unit", LATER) if row.get(name) is not None]
         right = all(isinstance(value, int | float) for value in numbers) and all(isinstance(value, str) for value in texts)
+        right = right and min(row["count"], row["noise_multiplier"]) >= 0 <= row["sample_rate"] <= 1  # no row lowers the cost
         if row["unit"] not in UNITS or not right:
             raise RefusedError(
                 f"{path}: row {number} of the privacy ledger is none of this version; nothing was sent", Reason.LEDGER

@@ -123,6 +123,8 @@ class Coordinator:
                         "text": f"resumed with another version: {changed}; the run's numbers are of both, see versions.json",
                     }
                 )
+            # a site whose former noise came from a seed may be away from now on
+            self.plan = self.plan and self.plan.with_seeded_noise(self.log.seeded)
         else:
             self.log.record_run_start(job.strategy, job.initial)
             self._write_checkpoint()  # so that a run interrupted in round 0 resumes with its name, and no site pays twice
@@ -312,22 +314,23 @@ class Coordinator:
                 mean: RoundResults = restore_update(self._whitening_maps(noised), means)
             else:
                 mean = self.aggregate.take()
-            # the epsilon, after this phase, of a site that answered every phase
-            before = sum(self.job.strategy.traits.phases_of(round) for round in range(self.state.round))
-            epsilon = None if self.plan is None else self.plan.epsilon(before + self.state.phase + 1)
-            self.log.record_phase_end(self.state, sorted(self.accepted), epsilon, mean)
             curves = self.job.strategy.diagnostics(self.state, mean) | mean_penalty_losses(self._trained)
             if config.diagnostics.deviation:
                 curves |= deviation(self.job.strategy, self.state, self._results, config.adapter.product_scaling)
-            self.log.record_diagnostics(self.state, curves | dict(seen or {}))
-            after = aggregate_results(self.job, self.state, mean)
-            place = config, self.job.strategy, self.state
+            ended, self.state = self.state, aggregate_results(self.job, self.state, mean)
+            place = config, self.job.strategy, ended
             self.validations = updated_validations(*place, self.validations, self._trained)
+            # Nothing of `mean` is written before the checkpoint. With trust central a server that stops here draws other noise
+            # when it resumes, and numbers of both sums together would reveal more than one release.
+            self._write_checkpoint()
+            # the epsilon, after this phase, of a site that answered every phase
+            before = sum(self.job.strategy.traits.phases_of(round) for round in range(ended.round))
+            epsilon = None if self.plan is None else self.plan.epsilon(before + ended.phase + 1)
+            self.log.record_phase_end(ended, sorted(self.accepted), epsilon, mean)
+            self.log.record_diagnostics(ended, curves | dict(seen or {}))
             if warning := no_score_warning(*place, self.validations):
                 self.observer({"event": "warning", "text": warning})
-            self.state = after
             self.log.record_figures(self.state, self.state.matrices if self.job.strategy.traits.site_matrices else {})
-            self._write_checkpoint()
             self.asked, self.sent, self._results = {}, {}, {}
 
     @property

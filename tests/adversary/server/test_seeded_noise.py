@@ -1,6 +1,7 @@
 """A server that searches the seeds of a record-level step's noise, or finds a generator of few bits behind a promise."""
 
 import ast
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -14,11 +15,18 @@ from scipy.stats import chi2, kstest
 from torch import nn
 
 import consilium
+from consilium import __version__
+from consilium.config.job import JobConfig
 from consilium.core.errors import Reason
+from consilium.core.messages import Hello, Payload
 from consilium.flare.job import wire
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps
+from consilium.privacy.guard.release import upload_shapes
 from consilium.privacy.ledger import Ledger
-from tests.adversary.server.conftest import RECORD_LEVEL, MakeClient
+from consilium.privacy.plan import not_private_sentence
+from consilium.server.coordinator import Coordinator
+from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, MakeClient
+from tests.conftest import assembled, small_config
 
 NUMBERS, UNITS, RATE, CLIP, SIGMA = 64, 8, 0.5, 1.0, 50.0
 GUESSES = 2**11
@@ -213,6 +221,32 @@ def test_the_walk_sees_each_way_to_draw() -> None:
     method = ast.parse("class A:\n    def f(self):\n        return os.urandom(8)\n    def g(self):\n        return 3")
     assert [where for where, _ in draws(method)] == ["A.f"]
     assert found_in("import torch\nx = torch.zeros(3)") == []
+
+
+def test_a_seeded_site_that_leaves_before_a_resume_is_still_named(tmp_path: Path) -> None:
+    raw = small_config("fedit", rounds=2).model_dump() | {"privacy": SITE_LEVEL}
+    raw["federation"]["min_sites"] = 1
+    job = assembled(JobConfig.model_validate(raw))
+
+    def play(sites: dict[str, bool], resume: bool) -> Coordinator:
+        server = Coordinator(job, tmp_path, lambda event: None, resume)
+        for name, seeded in sites.items():
+            server.welcome(Hello(name, 1, False, __version__, seeded=seeded))
+        for name in server.start():
+            place = server.state.round, server.state.phase
+            shapes = upload_shapes(job.strategy, server.sent[name])
+            assert server.accept(name, Payload(*place, {n: torch.zeros(shape) for n, shape in shapes.items()})) is None
+        server.conclude()
+        return server
+
+    play({"site-1": True, "site-2": False}, resume=False).close()
+    server = play({"site-2": False}, resume=True)
+    server.finish()
+    server.close()
+    told = not_private_sentence(["site-1"])
+    assert told in (tmp_path / "adapters/global/README.md").read_text()
+    for folder in (tmp_path, tmp_path / "adapters/global"):
+        assert told in json.loads((folder / "privacy.json").read_text())["claim"]
 
 
 # what has begun already -----------------------------------------------------------------------------------------------

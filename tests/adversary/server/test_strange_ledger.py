@@ -1,14 +1,17 @@
 """A ledger of a stranger, in an archive of evidence or a run's folder: SQLite that does something when it is read."""
 
+import json
 import sqlite3
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from consilium.core.errors import RefusedError
 from consilium.flare.kit.evidence_archive import LEDGER, verify_chains
-from consilium.privacy.ledger import COLUMNS, Ledger
+from consilium.privacy.audit_log import read_with_epsilon
+from consilium.privacy.ledger import COLUMNS, Ledger, summary
 from tests.privacy.test_ledger import ONE
 
 NAMES = ", ".join(COLUMNS)
@@ -48,11 +51,30 @@ def test_a_ledger_of_something_other_than_its_table(script: str, tmp_path: Path)
             use()
 
 
+@pytest.mark.parametrize("wrong", [{"count": -5}, {"sample_rate": 5.0}, {"sample_rate": -0.5}], ids=str)
+def test_a_row_with_a_cost_that_no_release_has(wrong: dict[str, float], tmp_path: Path) -> None:
+    """Minus five releases would lower the epsilon of the others."""
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    assert ledger.spend(replace(ONE, **wrong), {})
+    with pytest.raises(RefusedError, match="row 1 of the privacy ledger is none of this version"):
+        summary(Ledger(ledger.path))
+
+
 def test_a_row_of_many_bytes(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     Ledger(path).charge_once(ONE, {})
     written(path, "UPDATE releases SET job = zeroblob(100000000)")
     assert "too big" in str(verify_chains({LEDGER: path.read_bytes()})["ledger"])
+
+
+@pytest.mark.parametrize(("noise", "rate", "count"), [(1e-100, 1.0, 1), (1e-17, 1.0, 1), (1e-80, 0.5, 9), (1.0, 0.5, 2**52)])
+def test_a_record_of_a_cost_that_no_job_has(noise: float, rate: float, count: int, tmp_path: Path) -> None:
+    """A page, `audit` and `evidence` read it: they show a large epsilon and do not break off."""
+    cost = {"noise_multiplier": noise, "sample_rate": rate, "count": count, "slack": 1e-12}
+    line = {"kind": "update", "round": 0, "phase": 0, "privacy": {"delta": 1e-5, "spend": cost}, "previous": ""}
+    (tmp_path / "audit.jsonl").write_text(json.dumps(line) + "\n")
+    (message,) = read_with_epsilon(tmp_path / "audit.jsonl")["messages"]
+    assert message["privacy"]["epsilon"] > 1e13
 
 
 @pytest.mark.parametrize("line", [lambda count: "[" + "0," * count + "0]", lambda count: "{}\n" + "{" * count])

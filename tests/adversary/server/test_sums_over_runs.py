@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import threading
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
@@ -178,6 +179,48 @@ def test_the_same_hospitals_weighed_otherwise_do_not_show_the_largest(rule: dict
         hospitals.sum(FOUR, job_of(federation=rule))
     assert "federation.max_weight" in hospitals.said("site-1")
     hospitals.sum(FOUR, job_of(training={"lr": 1e-4}))
+
+
+def allow_by_command(hospitals: Hospitals, names: Iterable[str]) -> None:
+    """Let each administrator run the command that the last refusal of his hospital names."""
+    for name in names:
+        command = hospitals.said(name).partition("consilium ")[2].replace("KIT", str(hospitals.kit(name)))
+        result = CliRunner().invoke(app, shlex.split(command.replace("TEXT", "agreed")))
+        assert result.exit_code == 0, result.output
+
+
+def test_an_allowed_set_does_not_allow_another_weights_rule(hospitals: Hospitals) -> None:
+    """site-4 works with the server. Weights 10, 20, 30, 40 and 10, 20, 20, 20 differ by site-3 and site-4, so show site-3."""
+    first = hospitals.sum(THREE)
+    with pytest.raises(ConsiliumError, match="say `sums`"):
+        hospitals.sum(FOUR)
+    allow_by_command(hospitals, THREE)
+    lighter = job_of(federation={"max_weight": 20})
+    with pytest.raises(ConsiliumError, match="3 of 4 sites say `sums`"):
+        hospitals.sum(FOUR, lighter)
+    assert shows(hospitals.sum(FOUR), first, "site-4")  # as its administrators have agreed
+    shutil.rmtree(hospitals.records("site-4"))
+    with pytest.raises(ConsiliumError, match="3 of 4 sites say `sums`"):
+        hospitals.sum(FOUR, lighter)
+    assert "--weights 'samples, at most 20'" in hospitals.said("site-1")
+    allow_by_command(hospitals, THREE)
+    hospitals.sum(FOUR, lighter)
+
+
+def test_the_weights_rule_of_a_lost_ledger_of_sums_is_read_from_records(hospitals: Hospitals) -> None:
+    hospitals.sum(THREE)
+    for name in THREE:
+        (hospitals.records(name) / sum_ledger.FILE).unlink()
+        sum_ledger.accept_ledger(hospitals.records(name), "20261125-000000Z")
+    with pytest.raises(ConsiliumError, match="3 of 3 sites say `sums`"):
+        hospitals.sum(THREE, job_of(federation={"max_weight": 20}))
+    hospitals.sum(THREE)
+
+
+@pytest.mark.parametrize("rule", ["samples", "at most 20", "samples, at most many"])
+def test_an_allowed_weights_rule_is_one_that_a_refusal_names(rule: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--weights: .*: copy the rule from the refusal, such as 'samples, at most 200'"):
+        sum_ledger.allow(tmp_path, FOUR, "agreed", rule)
 
 
 def test_an_epsilon_without_noise_worth_the_name_is_refused() -> None:

@@ -1,7 +1,7 @@
 """Client halves that read more of records than record- and patient-level privacy charges: refused before and while they run."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ from consilium.client.build import build_site
 from consilium.client.client import Client
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.core.errors import ConfigError, ConsiliumError, DataError
+from consilium.core.errors import ConfigError, ConsiliumError, DataError, RefusedError
 from consilium.core.messages import Payload, SiteInfo
+from consilium.core.storage import load_state
 from consilium.federation.job_assembly import Job, assemble_job
 from consilium.privacy.plan import make_plan
 from consilium.strategies.feddpa import FedDPA
@@ -243,3 +244,38 @@ def test_an_update_that_is_none_is_named(tmp_path: Path) -> None:
     found, payload = client(algorithm(half, Traits()), None, tmp_path)
     with pytest.raises(ConfigError, match=r"local_update\(\) returned NoneType; return trainer\.update\(\)"):
         found.train("run", payload)
+
+
+# two processes of one run ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rounds", [1, 2], ids=["the same round", "a newer round"])
+def test_a_second_process_changes_nothing_that_the_first_has_stored(rounds: int, tmp_path: Path) -> None:
+    """DP-SGD draws anew, and one training is charged: the next rounds may not depend on the other one's local tensors."""
+
+    def keeping(trainer: Trainer, payload: Payload) -> Payload:
+        trainer.fit()
+        name, value = next(iter(trainer.values().items()))
+        trainer.memory["kept"] = value - trainer.start[name]
+        return trainer.update()
+
+    first, payload = client(algorithm(keeping, Traits(fits_only=True)), RECORD, tmp_path)
+    second, _ = client(algorithm(keeping, Traits(fits_only=True)), RECORD, tmp_path)
+    first.context.noise_seed = second.context.noise_seed = None
+    answered: list[Payload] = []
+
+    def train_beside() -> None:  # the process that FLARE gave up stores its result after its successor
+        answered.extend(first.train("run", replace(payload, round=round)) for round in range(rounds))
+
+    second.context.before_saving = train_beside
+    if rounds == 1:
+        late = second.train("run", payload)
+        assert all(torch.equal(late.tensors[name], tensor) for name, tensor in answered[0].tensors.items())
+    else:
+        with pytest.raises(RefusedError, match="is stale, the site is at"):
+            second.train("run", payload)
+    stored, meta = load_state(tmp_path / "run" / "state.safetensors")
+    assert meta["round"] == rounds - 1
+    last = answered[-1].tensors
+    assert all(torch.equal(stored[f"reply/{name}"], tensor) for name, tensor in last.items())
+    assert torch.equal(stored["kept/kept"], next(iter(last.values())))

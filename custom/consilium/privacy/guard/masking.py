@@ -144,7 +144,8 @@ class Masking:
         assert self._terms is not None  # `check_task_shares` came before
         about: dict[str, Any] = {"masked": asdict(self._terms)}
         if party.summed:  # without noise, also record with which sites the update is summed
-            about = {"masked": about["masked"] | {"sites": party.summed["sites"]}, SEAL: party.summed[SEAL]}
+            listed = {key: party.summed[key] for key in ("sites", "weights")}
+            about = {"masked": about["masked"] | listed, SEAL: party.summed[SEAL]}
         return masked, about
 
     def delete_keys_if_final(self, task: AuthorizedTask) -> None:

@@ -284,7 +284,7 @@ class SecAggClient:
             if self.sums is not None:  # recorded for all later runs, before the update is masked
                 cohort = list(attempt["cohort"])
                 seal = self.sums.add(cohort, self.run)
-                self.summed = {"sites": cohort, SEAL: seal}  # for the record of what leaves
+                self.summed = {"sites": cohort, "weights": self.sums.weights, SEAL: seal}  # for the record of what leaves
             numbers = {**integers, "": torch.tensor([weight])}
             self.record.answer_once(attempt, "masked", {"numbers": digest(numbers)}, dict)
             words += sealing.mask(bytes.fromhex(attempt["seed"]), len(words))

@@ -11,8 +11,8 @@ never opened, because the hospital cannot know whether the server opened it.
 
 Lines are chained by SHA-256, as in audit.jsonl, and the line of every update in audit.jsonl names its line here. A file that is
 lost, cut or edited stops all jobs with masks and without noise until the administrator accepts it (ledger.py). The hospitals
-in lost lines are then read from the records of what left. The data of these sums are not known, so they count for every data
-set.
+and the weights rule in lost lines are then read from the records of what left. The data of these sums are not known, so they
+count for every data set.
 
 All sums over the same data count together, whatever model, layers, adapter, ranks or values they train. The reason is that one
 layer's gradient can be computed from another's (the gradient of a LoRA's B holds it times a known matrix, the gradient of a
@@ -21,7 +21,9 @@ are the same if they have the same name in the privacy ledger, or the same path 
 set.
 
 All sums over one hospital's data must use the same weights rule. Two sums of the same hospitals that differ only in
-`federation.max_weight` differ by a multiple of the largest hospital's update.
+`federation.max_weight` differ by a multiple of the largest hospital's update. An administrator who allows another set does not
+allow another weights rule: with one colluding hospital, the two changes together would reveal a hospital that is in both sets.
+The rule has to be allowed by its name.
 
 Limits of the rule:
 - It compares sets, not values. If only one hospital's data change between two sums of the same hospitals, the difference
@@ -33,6 +35,7 @@ in site.yaml protects.
 
 import getpass
 import json
+import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -46,7 +49,12 @@ from consilium.privacy import audit_log
 
 FILE = "sums.jsonl"
 SUM, ALLOWED, ACCEPTED = "sum", "allowed", "accepted"
-"""Kinds of lines: a set that was summed, a set that an administrator allows, lost lines that an administrator accepted."""
+"""Kinds of lines: a set that was summed, a set that an administrator allows, lost lines that an administrator accepted.
+
+A line of an allowed set has `weights` if the administrator also allows this weights rule for the set.
+"""
+UNIFORM = "uniform"
+"""The weights rule by which every hospital weighs 1."""
 SEAL = "sums"
 """The field of audit.jsonl with the seal of the line in sums.jsonl for the update's sum."""
 GENERATED = "generated data"
@@ -57,11 +65,11 @@ SHOWN = 5
 class SumLedger:
     """The ledger of sums in the folder `records`, used by one job. `data`: names of its data; `weights`: its weights rule."""
 
-    def __init__(self, records: Path, data: Iterable[str], job: str = "", weights: str = "uniform") -> None:
+    def __init__(self, records: Path, data: Iterable[str], job: str = "", weights: str = UNIFORM) -> None:
         self.records, self.path = records, records / FILE
         self.data, self.job, self.weights = frozenset(data), job, weights
         self._last = ""
-        self._unlisted: list[frozenset[str]] | None = None
+        self._unlisted: list[tuple[frozenset[str], str]] | None = None
 
     def check(self, sites: Iterable[str]) -> None:
         """Raise RefusedError if these data were summed before, over other hospitals than `sites` or by another weights rule."""
@@ -94,20 +102,23 @@ class SumLedger:
         return lines
 
     def _check_set(self, new: frozenset[str], lines: list[dict[str, Any]]) -> None:
-        if any(line["kind"] == ALLOWED and frozenset(line["sites"]) == new for line in lines):
+        allowed = {line.get("weights", "") for line in lines if line["kind"] == ALLOWED and frozenset(line["sites"]) == new}
+        if self.weights in allowed:
             return
-        past = [line for line in lines if line["kind"] == SUM and not self.data.isdisjoint(line["data"])]
-        if other := next((line["weights"] for line in past if line["weights"] != self.weights), None):
+        if self._unlisted is None:  # lost lines; read once, because the records of many runs are long
+            known = {line["seal"] for line in lines}
+            self._unlisted = [one[2:] for one in _sums_on_record(self.records) if one[1] not in known and one[2]]
+        ours = [line for line in lines if line["kind"] == SUM and not self.data.isdisjoint(line["data"])]
+        past = [(frozenset(line["sites"]), line["weights"]) for line in ours] + self._unlisted
+        if other := next((weights for _, weights in past if weights not in (self.weights, "")), None):
             raise _sum_refusal(
                 f"weighs by {self.weights!r}, an earlier one by {other!r}, which shows the hospital that weighs most",
                 new,
                 "weigh as before (federation.weighting, federation.max_weight)",
+                self.weights,
             )
-        if self._unlisted is None:  # lost lines; read once, because the records of many runs are long
-            known = {line["seal"] for line in lines}
-            self._unlisted = [sites for _, seal, sites in _sums_on_record(self.records) if seal not in known and sites]
-        sets = [frozenset(line["sites"]) for line in past] + self._unlisted
-        if sets and new not in sets:
+        sets = [sites for sites, _ in past]
+        if sets and new not in sets and not allowed:
             apart = first_names_text(sorted(new ^ sets[-1]), SHOWN)
             raise _sum_refusal(f"and an earlier one differ in {apart}, whose updates the difference shows", new)
 
@@ -131,7 +142,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def _is_line(line: Mapping[str, Any]) -> bool:
     lists = {SUM: ("sites", "data"), ALLOWED: ("sites",), ACCEPTED: ("lost",)}.get(str(line.get("kind")))
     texts = lists is not None and all(_is_text_list(line.get(name)) for name in lists)
-    return texts and (line["kind"] != SUM or isinstance(line.get("weights"), str))
+    return texts and isinstance(line.get("weights", None if line["kind"] == SUM else ""), str)
 
 
 def _is_text_list(value: Any) -> TypeGuard[list[str]]:
@@ -152,28 +163,40 @@ def check_and_count_lines(records: Path) -> int:
 def lost_sum_seals(records: Path, lines: list[dict[str, Any]]) -> Iterator[tuple[Path, str]]:
     """Yield (record, seal) for every seal in a record under `records` that no line has or accepts as lost."""
     known = {line["seal"] for line in lines} | {seal for line in lines if line["kind"] == ACCEPTED for seal in line["lost"]}
-    yield from ((path, seal) for path, seal, _ in _sums_on_record(records) if seal not in known)
+    yield from ((path, seal) for path, seal, *_ in _sums_on_record(records) if seal not in known)
 
 
-def _sums_on_record(records: Path) -> Iterator[tuple[Path, str, frozenset[str]]]:
-    """Yield the record, seal and hospitals of every sum in the records of what left. A set that cannot be read is empty."""
+def _sums_on_record(records: Path) -> Iterator[tuple[Path, str, frozenset[str], str]]:
+    """Yield record, seal, hospitals and weights rule of every sum in the records of what left.
+
+    A set that cannot be read is empty, and so is a rule. Records of former versions have no rule.
+    """
     for path in sorted(records.rglob(audit_log.FILE)):
         for line in audit_log.lines(path):
             if (seal := line.get(SEAL)) is not None:
                 masked = line.get("masked")
-                sites = masked.get("sites") if isinstance(masked, dict) else None
-                yield path, seal, frozenset(sites) if _is_text_list(sites) else frozenset()
+                sites, weights = (masked.get("sites"), masked.get("weights")) if isinstance(masked, dict) else (None, None)
+                yield (
+                    path,
+                    seal,
+                    frozenset(sites) if _is_text_list(sites) else frozenset(),
+                    weights if isinstance(weights, str) else "",
+                )
 
 
-def allow(records: Path, sites: Iterable[str], reason: str) -> dict[str, Any]:
+def allow(records: Path, sites: Iterable[str], reason: str, weights: str = "") -> dict[str, Any]:
     """Allow sums over these hospitals from now on, whatever they reveal with earlier sums, and put that on record.
 
-    Return the values recorded. Raises ConfigError for too few names, and RefusedError for a damaged ledger of sums.
+    `weights`: also allow this weights rule; "" allows only the rule of earlier sums. Return the values recorded. Raises
+    ConfigError for too few names or an unknown rule, and RefusedError for a damaged ledger of sums.
     """
     if len(named := sorted(set(sites))) < 2 or not all(named):
         raise ConfigError(f"--allow: {','.join(named)!r}: name all hospitals of the sum, with commas between them")
+    if weights and weights != UNIFORM and not re.fullmatch(r"samples, at most \d+", weights):
+        raise ConfigError(f"--weights: {weights!r}: copy the rule from the refusal, such as 'samples, at most 200'")
     check_and_count_lines(records)
     said = {"kind": ALLOWED, "sites": named, "reason": reason, "by": getpass.getuser()}
+    said |= {"weights": weights} if weights else {}
     with _lock_ledger(records / FILE):
         audit_log.AuditLog(records / FILE).add(said, again=True)
     audit_log.AuditLog(records / audit_log.FILE).add(said | {"kind": "sum allowed"}, again=True)
@@ -221,12 +244,18 @@ def _lock_ledger(path: Path) -> Iterator[None]:
         yield
 
 
-def _sum_refusal(what: str, sites: frozenset[str], first: str = "ask the hospitals of an earlier sum") -> RefusedError:
-    """Return the refusal of a sum, with its remedies. `first`: the remedy that needs no administrator."""
+def _sum_refusal(
+    what: str, sites: frozenset[str], first: str = "ask the hospitals of an earlier sum", weights: str = ""
+) -> RefusedError:
+    """Return the refusal of a sum, with its remedies.
+
+    `first`: the remedy that needs no administrator; `weights`: the weights rule that the administrator has to allow.
+    """
+    rule = f" --weights {shlex.quote(weights)}" if weights else ""
     return RefusedError(
         f"secure aggregation without noise: a sum over {first_names_text(sorted(sites), SHOWN)} {what}; nothing was sent; "
         f"{first}, or add noise (privacy.unit: site), or let the administrator run: "
-        f"consilium privacy sums KIT --allow {shlex.quote(','.join(sorted(sites)))} --reason TEXT",
+        f"consilium privacy sums KIT --allow {shlex.quote(','.join(sorted(sites)))}{rule} --reason TEXT",
         Reason.SUMS,
     )
 
