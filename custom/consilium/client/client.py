@@ -35,6 +35,7 @@ from consilium.core.storage import (
     flatten_groups,
     group_of,
     load_state,
+    load_state_meta,
     lock_folder,
     note,
     read_json,
@@ -215,9 +216,10 @@ class Client:
         with refuse_if_unwritable(self._state_path(run)), lock_folder(self._state_path(run).parent):
             # Another process of this run may have trained meanwhile. Its state stays: DP-SGD charges one training, so the next
             # rounds must not depend on a second one.
-            first = self._restore_state(run)
-            if first.place is not None and first.place >= (payload.round, payload.phase):
-                return self._stored_reply(first, payload)
+            if self._state_path(run).exists():
+                stored = load_state_meta(self._state_path(run))
+                if (stored["round"], stored["phase"]) >= (payload.round, payload.phase):
+                    return self._stored_reply(self._restore_state(run), payload)
             save_state(self._state_path(run), flatten_groups(groups), meta)
         return reply
 

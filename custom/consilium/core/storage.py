@@ -60,17 +60,30 @@ def group_of(tensors: Mapping[str, Tensor], group: str) -> dict[str, Tensor]:
 
 def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return (tensors, meta) from a file that `save_state` wrote. Raises CheckpointError if it is missing or damaged."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            # copies, because tensors of torch are views of the file, which may be overwritten after its check
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-            header = file.metadata() or {}
+    with _open_state(path) as (file, header):
+        # copies, because tensors of torch are views of the file, which may be overwritten after its check
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         meta, expected = json.loads(header["meta"]), header["sha256"]
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not a readable state file ({error}); restore it or start afresh") from None
     if digest(tensors) != expected:
         raise CheckpointError(f"{path}: checksum does not match, the file is damaged; restore it or start afresh")
     return tensors, meta
+
+
+def load_state_meta(path: Path) -> dict[str, Any]:
+    """Return the meta of a file of `save_state` without reading its tensors. Raises CheckpointError as `load_state` does."""
+    with _open_state(path) as (_, header):
+        meta: dict[str, Any] = json.loads(header["meta"])
+    return meta
+
+
+@contextmanager
+def _open_state(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
+    """Open a file that `save_state` wrote. Raises CheckpointError for errors in the block, too."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file, file.metadata() or {}
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not a readable state file ({error}); restore it or start afresh") from None
 
 
 def write_atomic(path: Path, data: bytes, mode: int = PRIVATE) -> None:

@@ -320,9 +320,11 @@ class Coordinator:
             ended, self.state = self.state, aggregate_results(self.job, self.state, mean)
             place = config, self.job.strategy, ended
             self.validations = updated_validations(*place, self.validations, self._trained)
-            # Nothing of `mean` is written before the checkpoint. With trust central a server that stops here draws other noise
-            # when it resumes, and numbers of both sums together would reveal more than one release.
-            self._write_checkpoint()
+            # With trust central nothing of `mean` is written before the checkpoint: a server that stopped between would draw
+            # other noise when it resumes, and numbers of both sums together would reveal more than one release. In all other
+            # runs the lines come first, because a resumed server writes them again.
+            if plan:
+                self._write_checkpoint()
             # the epsilon, after this phase, of a site that answered every phase
             before = sum(self.job.strategy.traits.phases_of(round) for round in range(ended.round))
             epsilon = None if self.plan is None else self.plan.epsilon(before + ended.phase + 1)
@@ -331,6 +333,8 @@ class Coordinator:
             if warning := no_score_warning(*place, self.validations):
                 self.observer({"event": "warning", "text": warning})
             self.log.record_figures(self.state, self.state.matrices if self.job.strategy.traits.site_matrices else {})
+            if not plan:
+                self._write_checkpoint()
             self.asked, self.sent, self._results = {}, {}, {}
 
     @property

@@ -55,7 +55,7 @@ def test_a_ledger_of_something_other_than_its_table(script: str, tmp_path: Path)
 def test_a_row_with_a_cost_that_no_release_has(wrong: dict[str, float], tmp_path: Path) -> None:
     """Minus five releases would lower the epsilon of the others."""
     ledger = Ledger(tmp_path / "ledger.sqlite")
-    assert ledger.spend(replace(ONE, **wrong), {})
+    assert ledger.charge_once(replace(ONE, **wrong), {})
     with pytest.raises(RefusedError, match="row 1 of the privacy ledger is none of this version"):
         summary(Ledger(ledger.path))
 

@@ -75,5 +75,5 @@ def test_a_charge_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.Monke
             super().close()
 
     monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=Watched))
-    assert Ledger(tmp_path / "ledger.sqlite").spend(ONE, {})
+    assert Ledger(tmp_path / "ledger.sqlite").charge_once(ONE, {})
     assert settings == [("delete",), (3,)]  # 3 is EXTRA
