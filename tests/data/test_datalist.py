@@ -32,6 +32,7 @@ def test_reads_relative_paths_plain_strings_and_slices(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("{", "not valid JSON"),
+        ('{"training": [], "test": [], "training": [{"image": "a.png"}]}', "'training' occurs twice"),
         ({"validation": []}, 'has no key "training"'),
         ({"training": {}}, "training: is a dict, not a list"),
         ({"training": [{"label": "m.png"}]}, r'training\[0\]: has no "image" path'),

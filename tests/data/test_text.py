@@ -57,6 +57,7 @@ def test_line_separators_inside_a_text_do_not_split_a_record(tmp_path: Path) -> 
     ("record", "message"),
     [
         ("{", r"training\.jsonl:2: not valid JSON"),
+        ('{"question": "q", "answer": "a", "answer": "b"}', r"training\.jsonl:2: .*'answer' occurs twice"),
         ({"output": "a"}, r'training\.jsonl:2: has neither "instruction" nor "input"'),
         ({"input": "a"}, r'training\.jsonl:2: needs an "output"'),
         ({"input": "a", "output": None}, r'training\.jsonl:2: needs an "output"; write its answer there'),

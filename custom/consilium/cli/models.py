@@ -20,7 +20,10 @@ def export_model(
     model: ModelArgument,
     format: Annotated[
         Format,
-        typer.Option("--format", help="peft: the adapter alone; merged: all weights; bundle: for MONAI; onnx: ONNX graphs"),
+        typer.Option(
+            "--format",
+            help="peft: the adapter alone; merged: all weights (llama.cpp makes GGUF of them); bundle: for MONAI; onnx: ONNX graphs",
+        ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="new folder for the export")],
     site: SiteOption = None,

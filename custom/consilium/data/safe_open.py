@@ -213,11 +213,20 @@ def parse_json(where: str, text: str, remedy: str) -> Any:
     if sum(map(text.count, "[{,")) > MOST_VALUES:
         raise DataError(f"{where}: holds more than {MOST_VALUES:,} values; cut it up")
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_unique_keys)
     except ValueError as error:
         raise DataError(f"{where}: not valid JSON ({str(error)[:200]}); {remedy}") from None
     except RecursionError:
         raise DataError(f"{where}: not valid JSON (nested too deep); {remedy}") from None
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises ValueError for a key that occurs twice, of which Python would keep the last one's value."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice in one object")
+    return found
 
 
 def read_text(path: Path, remedy: str, most: int = MOST_BYTES) -> str:

@@ -42,8 +42,8 @@ def simulate(
     """Run `job` over `sites` and return the finished coordinator; see RunLog for what `workspace` then holds.
 
     `workers`: the number of worker processes for the sites, 0 for this process only. `together`: how many sites train side by
-    side, see side_by_side.py. A site that fails is refused for that round. The run continues while enough sites are left (the
-    quorum). Raises ConsiliumError otherwise.
+    side, see side_by_side.py. A site that raises ConsiliumError is refused for that round. The run continues while enough sites
+    are left (the quorum). Raises ConsiliumError otherwise, and any other error of a site.
     """
     folder, former = workspace / "sites", former_run(job.config, workspace)
     _check_options(job, sites, workspace, resume, workers)
