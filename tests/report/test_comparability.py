@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
+from consilium.core.errors import ConfigError
 from consilium.core.messages import Stage
 from consilium.core.storage import save_state
-from consilium.report.compare.comparability import MissingRun, group_comparable
+from consilium.report.compare.comparability import MissingRun, check_one_tokenizer, group_comparable
 from consilium.report.compare.score_statistics import ranks, scores_of
 from consilium.report.run_record import RunRecord, read_finished_run
 from tests.conftest import small_cells, small_text
@@ -183,4 +184,11 @@ def test_losses_over_other_tokens_do_not_compare(evaluate: str, other: dict[str,
         (folder / "results.json").write_text(json.dumps({"s": {f"test/global/{evaluate}": 0.5, "test/global/n": 5.0}}))
         found = read_finished_run(folder, name)
         runs.append(replace(found, settings={**found.settings, **more}))
-    assert group_comparable(runs)[1] == ([reason] if reason else [])
+    groups, why = group_comparable(runs)
+    assert why == ([reason] if reason else [])
+    check_one_tokenizer(groups, "exact")
+    if evaluate == "exact":
+        with pytest.raises(ConfigError, match=r"^--metric: 'perplexity' counts tokens, and a and b cut texts"):
+            check_one_tokenizer(groups, "perplexity")
+    else:
+        check_one_tokenizer(groups, "loss")

@@ -23,7 +23,14 @@ from consilium.core.messages import Stage
 from consilium.core.sanitize import first_names_text, rich_line, shown
 from consilium.core.storage import PUBLIC, make_private_folder, name_path_in_errors, write_atomic
 from consilium.report.compare import COLUMN, PAGE
-from consilium.report.compare.comparability import Group, MissingRun, group_comparable, mixed_code_notes, with_short_names
+from consilium.report.compare.comparability import (
+    Group,
+    MissingRun,
+    check_one_tokenizer,
+    group_comparable,
+    mixed_code_notes,
+    with_short_names,
+)
 from consilium.report.compare.run_tables import settings_tables
 from consilium.report.compare.tables import Published, as_csv, as_json, comparison_tables, method_of, read_published
 from consilium.report.predictions import CASES
@@ -189,6 +196,7 @@ def _check_metric_and_method(groups: Sequence[Group], metric: str, against: str)
     if metric and metric not in scored:
         some = ", ".join(sorted(name for name in scored if not name.startswith("confusion"))[:12])
         raise ConfigError(f"--metric: {shown(metric, 80)!r}: no run has it; take one of {some}")
+    check_one_tokenizer(groups, metric)
     methods = list(dict.fromkeys(method for group in groups for method in group.methods))
     if against and against not in methods:
         raise ConfigError(f"--against: {shown(against, 80)!r}: no such method; take one of {'; '.join(methods[:12])}")

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
+from consilium.core.errors import ConfigError
 from consilium.core.messages import Stage
 from consilium.core.sanitize import first_names_text
 from consilium.report.run_record import MACHINE, RunRecord
+from consilium.tasks.language import PER_TOKEN
 from consilium.tasks.registry import COUNT
 
 CHECKPOINT = "model.checkpoint"
@@ -118,10 +120,26 @@ def _score_settings(run: RunRecord) -> dict[str, Any]:
     found = {k: v for k, v in run.settings.items() if k.startswith(("task.", "data.")) and not k.startswith(LEARNING)}
     if run.settings.get("task.scores.grid") == "resized":  # masks are compared at the model's own pixels
         found["model.image_size"] = run.settings.get("model.image_size")
-    if run.metric == "loss" and run.settings["task.name"] in ("language", "report"):  # another tokenizer cuts other tokens
-        found |= {key: run.settings.get(key) for key in ("model.name", "model.variant", "model.max_length")}
-        found[CHECKPOINT] = PurePath(str(run.settings.get(CHECKPOINT))).name
-    return found
+    return found | (_token_settings(run) if run.metric == "loss" else {})
+
+
+def _token_settings(run: RunRecord) -> dict[str, Any]:
+    """Return the settings that decide into which tokens a text is cut; {} for a task without texts to learn."""
+    if run.settings["task.name"] not in ("language", "report"):
+        return {}
+    found = {key: run.settings.get(key) for key in ("model.name", "model.variant", "model.max_length")}
+    return found | {CHECKPOINT: PurePath(str(run.settings.get(CHECKPOINT))).name}
+
+
+def check_one_tokenizer(groups: Sequence[Group], metric: str) -> None:
+    """Raise ConfigError if `metric` is per token, and runs of a group cut texts into other tokens."""
+    for group in groups if metric in ("loss", "token_accuracy", *PER_TOKEN) else ():
+        first, *others = group.runs.values()
+        if other := next((run for run in others if _token_settings(run) != _token_settings(first)), None):
+            raise ConfigError(
+                f"--metric: {metric!r} counts tokens, and {first.name} and {other.name} cut texts into other tokens; compare "
+                "runs of one model and one model.max_length, or take another metric"
+            )
 
 
 def _sample_settings(run: RunRecord, whole: bool) -> list[Any]:
