@@ -79,6 +79,13 @@ def test_a_file_whose_name_is_in_the_other_form_is_found(tmp_path: Path) -> None
         ("image,label", [], {}, DataError, "has no line below its headings"),
         ("image,label", [("a.png", "")], {}, DataError, "column 'label' is empty; give a line per picture"),
         ("image,label,split", [("a.png", "x", "dev")], {}, DataError, "line 2: split 'dev' is none of training, validation"),
+        (
+            "image,label",
+            [("a.png", "G3/G4")],
+            {},
+            DataError,
+            "class 'G3/G4': a class has 1 to 64 printable characters and no /",
+        ),
         ("image,label", [("a.png", "x"), ("a.png", "y")], {}, DataError, "line 3: image 'a.png' is that of line 2; keep one"),
         (
             "image,label",

@@ -6,9 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from consilium.core.errors import DataError, UnfitError
 from consilium.core.grouping import group_by_key
+from consilium.core.sanitize import shown
+from consilium.core.schema import ClassName
 from consilium.data import pictures, slides, volumes
 from consilium.data.check_samples import image_shape
 from consilium.data.class_checks import MISSING, ONE_CLASS, all_masks_binary, classes_for, doubtful_name_findings
@@ -111,8 +114,16 @@ def _classes(source: Path, values: Mapping[str, set[int]], by_file: Sequence[Map
 
 
 def _result_by_class_name(samples: list[SourceSample], notes: list[str]) -> ImportResult:
-    """Return the result for samples that have classes: the classes are the sorted names."""
+    """Return the result for samples that have classes: the classes are the sorted names.
+
+    Raises DataError for a name that a job cannot have.
+    """
     counts = Counter(str(one.label) for one in samples)
+    try:
+        TypeAdapter(list[ClassName]).validate_python(sorted(counts))
+    except ValidationError as error:
+        wrong = shown(error.errors()[0]["input"], 80)
+        raise DataError(f"class {wrong!r}: a class has 1 to 64 printable characters and no /; rename it") from None
     return ImportResult(
         samples, sorted(counts), [*notes, *(f"{kind}: {line}" for kind, line in doubtful_name_findings(counts))]
     )
