@@ -4,6 +4,7 @@ import ast
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
+from itertools import accumulate
 from pathlib import Path
 
 from consilium.strategies.registry import STRATEGIES
@@ -96,8 +97,8 @@ ALGORITHMS = set(STRATEGIES)
 
 def targets(statement: ast.Import | ast.ImportFrom) -> set[str]:
     """Return the modules of ours that a statement imports."""
-    named = [[one for one in KNOWN if name == one or name.startswith(f"{one}.")] for name in modules(statement)]
-    return {max(found, key=len) for found in named if found}
+    named = [[*accumulate(name.split("."), "{}.{}".format)] for name in modules(statement)]  # a, a.b, a.b.c
+    return {max(found, key=len) for names in named if (found := KNOWN.keys() & set(names))}
 
 
 def test_no_module_imports_itself_through_others() -> None:
@@ -109,7 +110,6 @@ def test_no_module_imports_itself_through_others() -> None:
 def test_imports_of_ours_are_at_the_top_but_for_these() -> None:
     found = set[str]()
     for name, path in KNOWN.items():
-        top = set(map(id, ast.parse(path.read_text()).body))
         tree = ast.parse(path.read_text())
         nodes = {id(node): node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)}
         top = set(map(id, tree.body))
