@@ -15,6 +15,7 @@ from consilium.config import reference
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
+from consilium.core.errors import Reason
 from consilium.core.schema import validate
 from consilium.federation.job_consistency import decoder_rule
 from consilium.models.registry import MODELS
@@ -228,6 +229,18 @@ def test_the_page_knows_which_algorithms_share_a_decoder_that_trains() -> None:
     told = [re.search(rf"\. ([^.]*) {rule}\.", text) for rule in ("keep it", "has no rule for it")]
     assert [set(re.findall(r"`(\w+)`", one[1])) for one in told if one] == [shares["keep"], shares[None]]
     assert shares["share"] > {"fedit", "fedprox", "fedra", "fedheal", "fedala", "feddbe", "flora", "feddpa"}
+
+
+def test_every_test_in_the_table_of_claims_is_where_the_page_says() -> None:
+    rows = [line for line in text_of("provisioning/README.md").splitlines() if re.search(r"test_\w+\.py` \|$", line)]
+    short = {name for row in rows for name in re.findall(r"`(test_\w+\.py)`", row)}
+    assert len(rows) > 60
+    assert sorted(short - {path.name for path in (ROOT / "tests/adversary").rglob("test_*.py")}) == []
+
+
+def test_the_page_lists_every_reason_that_a_site_may_send() -> None:
+    listed = text_of("custom/consilium/privacy/leaves.md").partition("sends one of these reasons:")[2].partition(".")[0]
+    assert re.findall(r"`(\w+)`", listed) == [str(reason) for reason in Reason]
 
 
 def test_pages_install_the_cpu_build_of_the_pinned_torch() -> None:

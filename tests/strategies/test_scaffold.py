@@ -120,7 +120,7 @@ def test_it_is_the_sources_with_equal_weights_alone_and_its_row_says_so() -> Non
     assert equal == pytest.approx(source(3), rel=1e-12)
     assert np.abs(rounds(Scaffold(), BOTH * 3).shared["w"].numpy() - source(3)).max() > 0.1
     rows = [row for row in (JOBS / "algorithms.md").read_text().splitlines() if row.startswith("| `") and "scaffold" in row]
-    assert len(rows) == 2
+    assert len(rows) == 1
     assert all("equal steps, `federation.weighting: uniform` and all sites" in row for row in rows)
 
 
