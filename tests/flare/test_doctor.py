@@ -1,5 +1,6 @@
 """What the doctor says of a startup kit: a good one is well, and every way to weaken it is seen."""
 
+import errno
 import json
 import os
 import shutil
@@ -135,6 +136,16 @@ def test_a_state_that_cannot_be_written_is_a_problem(kit: Path, tmp_path: Path) 
     state.mkdir()
     with patch("consilium.flare.kit.doctor.TemporaryFile", side_effect=PermissionError(13, "Permission denied")):
         assert f"{state}: cannot be written (Permission denied)" in problems(kit)["state"]
+
+
+def test_a_path_that_this_user_cannot_reach_is_one_problem_among_the_others(kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor ended at the first such path."""
+    denied = PermissionError(errno.EACCES, "Permission denied", "/srv/private/state")
+    monkeypatch.setattr("consilium.flare.kit.doctor.check_no_lost_rows", Mock(side_effect=denied))
+    found = {one.check: one for one in examine(kit)}
+    line = "PROBLEM  privacy ledger: /srv/private/state: Permission denied; check the path, its permissions and the disk"
+    assert found["privacy ledger"].line() == line
+    assert "disk" in found
 
 
 def test_missing_server_is_a_problem(kit: Path) -> None:

@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +24,7 @@ from consilium.report.live_view import (
     rounds_before_final_evaluation,
     score_of,
 )
-from consilium.report.tables import Column, Table, columns, number_text
+from consilium.report.tables import Column, Table, columns, number_text, timestamp_text
 from consilium.tasks.registry import Scores
 
 KEYS = ("job_id", "status", "submit_time_iso", "duration", "submitter_name")
@@ -138,7 +139,11 @@ def _job_list_lines(jobs: list[dict[str, Any]]) -> Iterator[Table | Text]:
     """Yield a table with a row per job, and a line per failed job with its reason."""
     keys, rows = ("experiment", "status", "submitted", "took", "by", "job"), []
     for one in jobs:
-        submitted, took = str(one["submit_time_iso"])[:19].replace("T", " "), str(one["duration"] or "").split(".")[0]
+        try:
+            submitted = timestamp_text(datetime.fromisoformat(str(one["submit_time_iso"])).timestamp())
+        except (ValueError, OverflowError):  # the server may send anything
+            submitted = "-"
+        took = str(one["duration"] or "").split(".")[0]
         rows.append([one["experiment"], one["status"], submitted, took, one["submitter_name"] or "", one["job_id"]])
     yield Table("", [Column(key, int(key in ("submitted", "took", "by")), False) for key in keys], rows)
     for one in jobs:

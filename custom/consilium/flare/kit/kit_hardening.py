@@ -1,6 +1,7 @@
 """Hardening of a startup kit: no job replaces FLARE's settings, Python starts in an empty folder, jobs name listed classes."""
 
 import json
+import stat
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.resources import files
@@ -80,7 +81,7 @@ def harden_start_scripts(startup: Path) -> None:
         if path.name == START and (not found or PYTHON in before):
             raise ConsiliumError(f"{path}: is not the script of FLARE 2.9; install the pinned nvflare")
         safe = before + ELSEWHERE + found + after if path.name == START else script.replace(PYTHON, SAFE_PYTHON)
-        path.write_text(safe, encoding="utf-8")  # written in place, so the file keeps its mode
+        _replace_script(path, safe)
 
 
 def add_unlock_prompt(startup: Path) -> None:
@@ -96,7 +97,14 @@ def add_unlock_prompt(startup: Path) -> None:
     for part in (UNLOCK, says):  # kits of earlier versions have the first part only
         if part not in script:
             script = script.replace(BACKGROUND, part + BACKGROUND)
-    path.write_text(script, encoding="utf-8")
+    _replace_script(path, script)
+
+
+def _replace_script(path: Path, text: str) -> None:
+    """Replace a script as a whole and keep its mode. A half of it, as after a full disk, could not be mended from the kit."""
+    mode = stat.S_IMODE(path.stat().st_mode)
+    write_atomic(path, text.encode(), mode)
+    path.chmod(mode)  # without the user's umask
 
 
 def is_signed(startup: Path) -> bool:
