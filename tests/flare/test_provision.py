@@ -339,6 +339,7 @@ def edited(tmp_path: Path, **changes: Any) -> Path:
         ({"sites": [{"name": "a", "org": "x"}, {"name": "a", "org": "y"}]}, "every name once; 'a' is there twice"),
         ({"scheme": "http", "sites": [{"name": "a", "org": "x", "bundles": True}]}, "scheme: 'http' cannot carry bundled jobs"),
         ({"sites": [{"name": "a", "org": "x", "site": {"device": "gpu"}}]}, "sites.0.site.device: 'gpu'"),
+        ({"sites": [{"name": "server", "org": "x"}]}, "sites: 'server' is what FLARE calls the server; give the site another"),
     ],
 )
 def test_wrong_sites_yml_is_one_line(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -347,6 +348,13 @@ def test_wrong_sites_yml_is_one_line(changes: dict[str, Any], message: str, tmp_
     assert message in str(told.value)
     assert "\n" not in str(told.value)
     assert not (tmp_path / "kits").exists()
+
+
+def test_an_empty_sites_yml_names_the_fields_of_a_sites_yml(tmp_path: Path) -> None:
+    """It named those of a job.yaml."""
+    (tmp_path / "sites.yml").write_text("")
+    with pytest.raises(ConfigError, match="start with `name:`, `server:`, `sites:`"):
+        provision(tmp_path / "sites.yml", tmp_path / "kits")
 
 
 def test_changed_root_lifetime_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+import yaml
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -143,6 +144,19 @@ def test_failed_renewal_keeps_the_root_key_and_can_be_repeated(tmp_path: Path, m
     assert [path.name for path in state.parent.iterdir()] == ["cert.json"]
     renew(sites, folder, root="new")
     assert json.loads(state.read_text())[FORMER]["cert"] == json.loads(before)[ROOT]
+
+
+def test_who_comes_back_after_a_change_of_root_gets_a_certificate_of_the_new_one(tmp_path: Path) -> None:
+    sites, folder = deployment(tmp_path), tmp_path / "kits"
+    whole = sites.read_text()
+    raw = yaml.safe_load(whole) | {"sites": [{"name": "ward", "org": "x"}]}
+    provision(sites, folder)
+    sites.write_text(yaml.safe_dump(raw))
+    renew(sites, folder, root="new")
+    sites.write_text(whole)
+    kit = provision(sites, folder, ["clinic"]) / "clinic"
+    own, root = (x509.load_pem_x509_certificate((kit / "startup" / name).read_bytes()) for name in ("client.crt", "rootCA.pem"))
+    own.verify_directly_issued_by(root)
 
 
 def test_damaged_root_key_names_the_copy(tmp_path: Path) -> None:

@@ -80,6 +80,11 @@ def renew(sites: Path, folder: Path, names: Collection[str] = (), root: str = KE
         state[ROOT] = serialize_cert(kept).decode()
     elif root == NEW_ROOT:
         state, names = start_root_key_rollover(state, deployment.valid_days), ()
+        known |= state.keys() - {
+            ROOT,
+            ROOT_KEY,
+            FORMER,
+        }  # a participant who left, and comes back, gets a certificate of this root
     elif state.pop(FORMER, None) is None:
         raise ConfigError("--root only-new: no root is followed by another here; begin with --root new")
     server = deployment.server
