@@ -15,7 +15,7 @@ from consilium.cli.options import FormatOption, emit, show
 from consilium.core.errors import ConfigError, ExitCode
 from consilium.core.messages import TRAIN_LOSS, Kind, Stage
 from consilium.core.sanitize import count_with_noun, first_names_text, rich_line, shown
-from consilium.flare.admin.session import Admin, connect, experiment_of
+from consilium.flare.admin.session import LOST, Admin, connect, experiment_of
 from consilium.flare.kit.certificates import expiry_warnings
 from consilium.report.live_view import (
     early_stop_text,
@@ -154,8 +154,6 @@ def _job_list_lines(jobs: list[dict[str, Any]]) -> Iterator[Table | Text]:
 # watch -----------------------------------------------------------------------------------------------------------------
 # Watch a running job until it ends, and map a job's status to an exit code.
 
-LOST = "LOST"
-"""A status of flare/admin/session.py. A job also has it for moments between its end and its final status."""
 LOST_AFTER = 60.0
 """Seconds with status LOST after which a job counts as lost."""
 SECONDS = re.compile(r"(; ETA )?\d+ s\b")

@@ -94,9 +94,7 @@ SHA-256 of the root certificate, which each participant compares by telephone:
 
 
 def renew(
-    sites: Annotated[
-        Path, typer.Argument(metavar="SITES_YML", help="list of the participants, such as provisioning/sites.yml")
-    ],
+    sites: SitesArgument,
     output: Annotated[Path, typer.Option("--output", "-o", help="the folder in which `consilium provision -o` made kits")],
     only: Annotated[
         list[str] | None, typer.Option("--only", help="renew the kit of this participant only; may be repeated; default: all")
@@ -209,10 +207,10 @@ def _warn(text: str) -> None:
 # stop ------------------------------------------------------------------------------------------------------------------
 # The command `consilium stop`.
 
+KitArgument = Annotated[Path, typer.Argument(help="a site's or the server's startup kit")]
 
-def stop(
-    kit: Annotated[Path, typer.Argument(help="a site's or the server's startup kit")], format: FormatOption = "txt"
-) -> None:
+
+def stop(kit: KitArgument, format: FormatOption = "txt") -> None:
     """Stop the site or server that runs from a kit on this machine, with its jobs' processes, until it is started again.
 
     A site continues its jobs after its next start. A server's jobs are lost until `consilium resume`. A service or container
@@ -229,8 +227,6 @@ def stop(
 
 # prepare ---------------------------------------------------------------------------------------------------------------
 # The command `consilium prepare`.
-
-KitArgument = Annotated[Path, typer.Argument(help="a site's or the server's startup kit")]
 
 
 def prepare(
@@ -249,7 +245,7 @@ def prepare(
 
 
 def metrics(
-    kit: Annotated[Path, typer.Argument(help="a site's or the server's startup kit")],
+    kit: KitArgument,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="FILE.prom for node_exporter's textfile collector")
     ] = None,

@@ -38,7 +38,10 @@ WAITING = "SUBMITTED"
 TIMESTAMP = len("2026-11-22 20:30:00: ")
 """Length of the timestamp before the text in a line of FLARE's scheduler."""
 LOST = "LOST"
-"""Our status for a job whose server process has died. `consilium resume` continues its run."""
+"""Our status for a job whose server process has died. `consilium resume` continues its run.
+
+A job also has it for moments between the end of its process and its final status.
+"""
 NO_REASON = (
     "no reason was left, as if its process at the server was killed; see the logs of the server and of the sites; "
     "`consilium resume` continues a run"
@@ -108,10 +111,7 @@ class Admin:
         return fitting[0]
 
     def find_present_job(self, name: str) -> Job:
-        """Return FLARE's metadata of one job. Raises ConfigError if there is none, and JobError if it is lost.
-
-        Between the end of its process and its final status, a job is LOST for a moment, so this waits LOST_SECONDS at most.
-        """
+        """Return FLARE's metadata of one job. Raises ConfigError as `find_job`, and JobError if it is lost for LOST_SECONDS."""
         ends = time.monotonic() + LOST_SECONDS
         while (found := self.find_job(name))["status"] == LOST:
             if time.monotonic() > ends:
