@@ -231,6 +231,20 @@ def test_lost_job_is_neither_aborted_nor_downloaded(
     assert admin.find_present_job("ward")["job_id"] == "0-id"
 
 
+@pytest.mark.parametrize(
+    ("format", "says"), [("txt", "ward: had ended before: FINISHED:COMPLETED"), ("json", '"aborted": null')]
+)
+def test_a_job_that_had_ended_is_not_called_aborted(
+    format: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FLARE answers well to the abort of an ended job."""
+    held = Session([job(0, experiment="ward", status="FINISHED:COMPLETED")], tmp_path)
+    held.abort_job = lambda job_id: None
+    monkeypatch.setattr("consilium.cli.jobs.connect", lambda kit: nullcontext(Admin(held)))
+    assert run(monkeypatch, "abort", "ward", "--kit", tmp_path, "--format", format) == 0
+    assert says in capsys.readouterr().out
+
+
 def test_ended_job_has_no_eta() -> None:
     running = {"round": 15, "rounds": 300, "phase": 0, "answered": [], "asked": ["a", "b"], "epsilon": None, "finished": False}
     running |= {"waiting": None, "eta_seconds": 399.0, "late": True, "sites": {}, "refused": []}

@@ -76,10 +76,14 @@ def abort(
     """Stop a job, and wait for its end. `consilium resume` can continue it from its last finished round."""
     with connect(kit) as admin:
         found = admin.find_present_job(job)
-        ended = admin.abort_and_await_end(found["job_id"])
-    text = "aborted" if ended else "told to stop, but has not ended yet; `consilium status` shows when it has"
+        had_ended = found["status"].startswith("FINISHED")
+        ended = had_ended or admin.abort_and_await_end(found["job_id"])
+    if had_ended:
+        text = f"had ended before: {found['status']}"
+    else:
+        text = "aborted" if ended else "told to stop, but has not ended yet; `consilium status` shows when it has"
     said = rich_line(f"{experiment_of(found)}: {text} (job {found['job_id']})")
-    emit({"aborted": found["job_id"], "ended": ended}, [said], format)
+    emit({"aborted": None if had_ended else found["job_id"], "ended": ended}, [said], format)
 
 
 def download(

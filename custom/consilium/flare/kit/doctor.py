@@ -78,7 +78,7 @@ from consilium.report.tables import duration_text, timestamp_text
 from consilium.report.untrusted_files import as_finite_float
 
 NO_ANSWER = 120.0
-"""Seconds without an answer to a heartbeat after which a running site has a problem. FLARE sends one every 30 s."""
+"""Seconds without an answer to a heartbeat after which a running site has a problem. FLARE sends one every 10 s."""
 TEMPORARY = (Path("/tmp"), Path("/var/tmp"))
 """Folders whose files a restart of the machine may delete."""
 REFUSED_LATELY = 3 * 86400.0
