@@ -521,3 +521,11 @@ def test_half_copied_files_are_problems(name: str, signed: bool, kit: Path) -> N
     found = {one.check for one in examine(kit) if not one.ok}
     expected = {"client.crt": "startup kit", "client.key": "key", "rootCA.pem": "root", "signature.json": "signature"}
     assert expected[name] in found
+
+
+def test_a_file_that_is_no_text_is_a_problem_and_no_traceback(kit: Path) -> None:
+    for path in (kit / "startup/sub_start.sh", kit / "comm_config.json"):
+        path.write_bytes(path.read_bytes() + b"# \xff\n")
+    found = {one.check for one in examine(kit) if not one.ok}
+    assert {"signature", "settings"} <= found
+    update_local(kit)

@@ -78,7 +78,7 @@ def provision(
         raise ConfigError("--only: is of kits that -o makes; leave it out")
     written = make_kits(sites, output, only or ()) if output else apply_local(sites, local or Path())
     if not output:
-        emit({"local": str(written)}, f"{written}: policies written; restart the site to use them", format)
+        emit({"local": str(written)}, f"{written}: policies written; start the participant to use them", format)
         return
     names, root = sorted(one.name for one in written.iterdir()), root_fingerprint(written.parent / "state")
     others = "\nAll other kits stay as they are; a running server takes the new ones without a restart." if only else ""

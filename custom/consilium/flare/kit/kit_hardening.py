@@ -57,7 +57,7 @@ def shadow_job_settings(kit: Path, more: Mapping[str, Any] | None = None) -> Non
     server: a site with a job needs two connections, and a connection over the limit waits for ever. It also turns keep-alives
     on: without them a broken connection is found after 15 minutes only.
     """
-    if not (kit / COMM).exists() or (kit / COMM).read_text(encoding="utf-8").strip() == "{}":
+    if not (kit / COMM).exists() or (kit / COMM).read_bytes().strip() == b"{}":
         ours = read_json(files("consilium.flare.kit").joinpath("policies", COMM))
         write_atomic(kit / COMM, json.dumps(ours | dict(more or {}), indent=2).encode() + b"\n")
     if not (kit / RESOURCES).is_symlink():
@@ -142,7 +142,8 @@ def altered_files(startup: Path) -> list[str]:
 def unsafe_scripts(startup: Path) -> list[Path]:
     """Return the scripts in startup/ that are not safe to call from any folder, see `harden_start_scripts`."""
     marks = {START: ELSEWHERE, CONSOLE: SAFE_PYTHON}
-    return [path for name, mark in marks.items() if (path := startup / name).is_file() and mark not in path.read_text("utf-8")]
+    files = {startup / name: mark.encode() for name, mark in marks.items()}
+    return [path for path, mark in files.items() if path.is_file() and mark not in path.read_bytes()]
 
 
 # allow-list ------------------------------------------------------------------------------------------------------------
