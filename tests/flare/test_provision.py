@@ -271,6 +271,19 @@ def test_allow_keeps_names_of_others(kits: Path, tmp_path: Path) -> None:
     assert local(kit, "privacy.json") == scopes
 
 
+def test_allow_leaves_a_relays_kit(
+    kits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It got a site's policies, and a comm_config.json in place of the one that says where the relay listens."""
+    kit = Path(shutil.copytree(kits / "hospital-a", tmp_path / "kit", symlinks=True))
+    (kit / "startup/fed_relay.json").write_text("{}")
+    (kit / "comm_config.json").unlink()
+    before = {path: path.read_bytes() for path in kit.rglob("*") if path.is_file()}
+    assert run(monkeypatch, "allow", kit) == 0
+    assert "a relay's kit; it needs no list" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in kit.rglob("*") if path.is_file()} == before
+
+
 @pytest.mark.parametrize("name", ["resources.json", "privacy.json"])
 def test_allow_changes_nothing_in_a_kit_with_a_damaged_file(name: str, kits: Path, tmp_path: Path) -> None:
     kit = Path(shutil.copytree(kits / "hospital-a", tmp_path / "kit", symlinks=True))

@@ -27,11 +27,12 @@ def allow(
     """Let FLARE run Consilium's classes: list those of the kit's role, and no others, in local/resources.json.
 
     This also brings kits of an older version up to date, and adds Consilium's policies to kits that `nvflare provision` or
-    `nvflare poc` made. Kits of people need no list. Restart the participants afterwards.
+    `nvflare poc` made. Kits of people and relays need no list. Restart the participants afterwards.
     """
     for folder in folders:
-        if participant_role(folder) == "person":
-            typer.echo(f"{folder}: a person's kit; it needs no list")
+        # a relay reads where it listens from local/comm_config.json, which a file in the kit's top folder would replace
+        if (role := participant_role(folder)) in ("person", "relay"):
+            typer.echo(f"{folder}: a {role}'s kit; it needs no list")
         else:
             typer.echo(f"{update_local(folder)}: lists the classes that jobs may name")
 
