@@ -529,3 +529,23 @@ def test_a_file_that_is_no_text_is_a_problem_and_no_traceback(kit: Path) -> None
     found = {one.check for one in examine(kit) if not one.ok}
     assert {"signature", "settings"} <= found
     update_local(kit)
+
+
+@pytest.mark.parametrize("name", ["clinic", "localhost"])
+@pytest.mark.parametrize("bad", [None, 1, "x", [], [1]])
+def test_settings_of_another_form_are_problems(
+    name: str, bad: Any, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slip in authorization.json ended the doctor with a traceback."""
+    monkeypatch.setattr(doctor, "examine_versions", list)
+    for file, check, key in (
+        ("local/authorization.json", "rights", "permissions"),
+        ("local/privacy.json", "privacy scope", "scopes"),
+        ("local/resources.json", "components", "components"),
+        ("startup/fed_server.json", "relays", "servers"),
+    ):
+        if (made / name / file).is_file():
+            kit = Path(shutil.copytree(made / name, tmp_path / key, symlinks=True))
+            (kit / file).write_text(json.dumps(json.loads((kit / file).read_text()) | {key: bad}))
+            found = {one.check: one for one in examine(kit)}
+            assert found[check].remedy or found[check].advice
