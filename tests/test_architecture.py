@@ -1,6 +1,7 @@
 """The rooms of the package and their imports: order, no circles, few late imports; one interface for algorithms."""
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -156,3 +157,51 @@ def test_no_other_room_asks_for_an_algorithm_by_name() -> None:
             if any(isinstance(side, ast.Constant) and side.value in ALGORITHMS for side in sides):
                 asked.add(f"{path.name}:{node.lineno}")
     assert asked == set()
+
+
+def lazy_names(path: Path) -> Iterator[str]:
+    """Yield the "module:name" of every function that a file calls by text. A module may be a constant of the file."""
+    tree = ast.parse(path.read_text())
+    texts = {
+        target.id: statement.value.value
+        for statement in tree.body
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant)
+        for target in statement.targets
+        if isinstance(target, ast.Name)
+    }
+    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            constants = [getattr(getattr(part, "value", None), "id", None) for part in node.values]
+            text = "".join(
+                str(part.value) if isinstance(part, ast.Constant) else str(texts.get(name or "", "{}"))
+                for part, name in zip(node.values, constants, strict=True)
+            )
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
+            text = node.value
+        else:
+            continue
+        if re.fullmatch(r"consilium(\.\w+)+:\w+", text):
+            yield text
+
+
+def test_every_function_called_by_a_text_exists() -> None:
+    """A renamed function left the pages of a site without what left."""
+    found = {text for path in FILES for text in lazy_names(path)}
+    assert "consilium.report.page.run_page:study_page" in found
+    for text in sorted(found):
+        module, _, name = text.partition(":")
+        place = PACKAGE.parent / module.replace(".", "/")
+        file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+        assert file.is_file(), text
+        tree = ast.parse(file.read_text())
+        own = {getattr(statement, "name", "") for statement in tree.body}
+        own |= {alias.asname or alias.name for one in tree.body if isinstance(one, ast.ImportFrom) for alias in one.names}
+        own |= {
+            target.id
+            for one in tree.body
+            if isinstance(one, ast.Assign)
+            for target in one.targets
+            if isinstance(target, ast.Name)
+        }
+        assert name in own, text

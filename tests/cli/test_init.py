@@ -1,5 +1,7 @@
 """`consilium init` gives a user of the wheel what a clone has: jobs, studies, templates of kits."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,18 @@ def test_init_writes_jobs_studies_and_templates(tmp_path: Path, monkeypatch: pyt
     load_deployment(Path("provisioning/sites.yml"))
     assert run(monkeypatch, "study", "show", "quickstart_cells") == 0
     assert not [path for path in Path().rglob("*") if path.is_symlink()]
+
+
+def test_init_can_be_repeated_after_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(source: str, folder: Path, **options: object) -> None:
+        folder.mkdir()
+        (folder / "jobs").mkdir()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("consilium.cli.init.shutil.copytree", full_disk)
+        assert run(patched, "init", tmp_path / "hub") == 1
+    assert run(monkeypatch, "init", tmp_path / "hub") == 0
 
 
 def test_message_of_missing_jobs_names_init(

@@ -1,6 +1,7 @@
 """`consilium poc` before anything starts: what it refuses, its folder, its port, and its messages. No federation runs."""
 
 import errno
+import json
 import os
 import shutil
 import socket
@@ -158,3 +159,9 @@ def test_port_is_reserved_for_the_server(tmp_path: Path) -> None:
     port = federation.port
     del federation
     socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_stop_answers_in_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "kits/poc/prod_00").mkdir(parents=True)
+    assert run(monkeypatch, "poc", "--stop", tmp_path, "--format", "json") == 0
+    assert json.loads(capsys.readouterr().out) == {"workspace": str(tmp_path), "stopped": False}

@@ -40,7 +40,6 @@ from consilium.flare.job.recipe import export_simulation_job
 from consilium.flare.kit import key_lock
 from consilium.flare.kit.certificates import root_key_fingerprint
 from consilium.flare.kit.evidence_archive import verify
-from consilium.flare.kit.processes import free_port
 from consilium.flare.kit.provision import provision
 from consilium.privacy import audit_log, ledger
 from consilium.privacy.accounting import VOID
@@ -49,6 +48,7 @@ from consilium.report.tables import size_text
 from consilium.runtime.engine import simulate
 from tests.cli.browser import Tab, browse
 from tests.conftest import run, small_config
+from tests.deployment.federation import free_port
 from tests.report.pages import Page
 
 EVIL = "<img src=x onerror=alert(1)>"

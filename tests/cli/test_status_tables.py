@@ -48,6 +48,13 @@ def status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     return listed
 
 
+def test_times_of_the_list_are_of_one_zone(monkeypatch: pytest.MonkeyPatch, status: Any) -> None:
+    """The server's local time was shown without its zone."""
+    monkeypatch.setenv("COLUMNS", "160")
+    text = status(job("a") | {"submit_time_iso": "2026-11-21T19:43:38.123456+02:00"}, job("b") | {"submit_time_iso": None})
+    assert "2026-11-21 17:43:38 UTC" in text
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_list_of_jobs(width: int, monkeypatch: pytest.MonkeyPatch, status: Any) -> None:
     monkeypatch.setenv("COLUMNS", str(width))

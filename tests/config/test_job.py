@@ -204,7 +204,7 @@ def test_files_that_are_no_jobs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not valid YAML"):
         load_job(tmp_path)
     (tmp_path / "job.yaml").write_text("- 1")
-    with pytest.raises(ConfigError, match="is not a map of sections"):
+    with pytest.raises(ConfigError, match="is not a map of sections; start with `name:`, `strategy:`, `model:`"):
         load_job(tmp_path)
 
 

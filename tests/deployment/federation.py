@@ -44,7 +44,6 @@ from consilium.federation.run_folders import STATE
 from consilium.flare.job.recipe import export_simulation_job
 from consilium.flare.kit import processes
 from consilium.flare.kit.local_federation import ADMIN, LEAD, SERVER, LocalFederation
-from consilium.flare.kit.processes import free_port
 from consilium.flare.kit.provision import provision
 
 __all__ = ["ADMIN", "LEAD", "ROOT", "SERVER", "Federation", "free_port", "listening"]
@@ -60,6 +59,12 @@ shift 2
 exec setpriv --no-new-privs --bounding-set=-all --inh-caps=-all "$@"
 """
 """What a closed participant's command runs behind; $1 is its temporary folder, $2 its kit. Needs root."""
+
+
+def free_port() -> int:
+    """Return the number of a TCP port on this machine that is free now."""
+    with processes.reserve_port() as found:
+        return int(found.getsockname()[1])
 
 
 class Federation(LocalFederation):

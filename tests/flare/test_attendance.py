@@ -1,5 +1,6 @@
 """What sites tell of themselves at a heartbeat, what of it the server keeps, and what `consilium sites` shows of it."""
 
+import errno
 import json
 import shutil
 import subprocess
@@ -168,6 +169,16 @@ def test_a_site_shares_health_with_its_leave_only_and_nothing_of_its_data(tmp_pa
     assert report.collect_facts() is None
 
 
+def test_a_data_list_on_a_disk_that_is_away_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub got no health facts at all."""
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local/site.yaml").write_text("health: share\ndatalist: ../ward-7.json\n")
+    report = HealthReport.__new__(HealthReport)
+    report.kit, report._data, report._paths = tmp_path, {}, []
+    monkeypatch.setattr(heartbeat_client, "read_site_list", Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
+    assert (report.collect_facts() or {})["data_readable"] is False
+
+
 @pytest.mark.parametrize(
     ("script", "found"),
     [
@@ -307,6 +318,26 @@ def test_full_disk_logs_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / STATE).write_text("in the way")
     beat(tmp_path)
     assert "attendance.json: cannot be written (File exists); make room" in caplog.text
+
+
+def test_two_threads_do_not_write_the_list_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unwrapped(monkeypatch)
+    component, written = heartbeat_server.Attendance(), []
+    component._kit = tmp_path
+
+    def slow_write(path: Path, value: Any) -> None:
+        written.append(path)
+        if len(written) == 1:
+            component._written -= 2 * heartbeat_server.EVERY  # a disk that needs longer
+            other = threading.Thread(target=component._write)
+            other.start()
+            other.join()
+
+    monkeypatch.setattr(heartbeat_server, "write_json", slow_write)
+    component._write()
+    assert len(written) == 1
+    component._write()
+    assert len(written) == 2
 
 
 ROW = {"last_seen": 1, "here": True, "jobs": []}

@@ -410,6 +410,31 @@ def test_revocation_refuses_earlier_tokens(server: Path, kit: Path, new: Path) -
     assert not manager.clients
 
 
+def test_two_sites_are_readmitted_at_once(server: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLARE handles heartbeats in several threads. One entry replaced the other's."""
+    check, manager, names = started(server), ClientManager(), ("clinic", "ward")
+    (server / "local" / revocation.FILE).write_text(json.dumps({name: {"until": 1.0} for name in names}))
+    both = threading.Barrier(2)
+
+    def slow_write(path: Path, value: Any) -> None:
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.2)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(value))
+
+    monkeypatch.setattr(revocation_check, "write_json", slow_write)
+    (server / STATE / READMITTED).unlink(missing_ok=True)
+    for name in names:
+        check._verified[name] = 1.0
+        manager.clients[name] = Client(name, name)
+    threads = [threading.Thread(target=manager.heartbeat, args=(name, name, name, FLContext())) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert json.loads((server / STATE / READMITTED).read_text()).keys() == set(names)
+
+
 def test_renewed_site_stays_after_restart(server: Path, kit: Path, new: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started(server)
     context, cut = FLContext(), opened(kit).not_valid_before_utc.timestamp()

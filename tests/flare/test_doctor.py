@@ -1,5 +1,6 @@
 """What the doctor says of a startup kit: a good one is well, and every way to weaken it is seen."""
 
+import errno
 import json
 import os
 import shutil
@@ -135,6 +136,16 @@ def test_a_state_that_cannot_be_written_is_a_problem(kit: Path, tmp_path: Path) 
     state.mkdir()
     with patch("consilium.flare.kit.doctor.TemporaryFile", side_effect=PermissionError(13, "Permission denied")):
         assert f"{state}: cannot be written (Permission denied)" in problems(kit)["state"]
+
+
+def test_a_path_that_this_user_cannot_reach_is_one_problem_among_the_others(kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor ended at the first such path."""
+    denied = PermissionError(errno.EACCES, "Permission denied", "/srv/private/state")
+    monkeypatch.setattr("consilium.flare.kit.doctor.check_no_lost_rows", Mock(side_effect=denied))
+    found = {one.check: one for one in examine(kit)}
+    line = "PROBLEM  privacy ledger: /srv/private/state: Permission denied; check the path, its permissions and the disk"
+    assert found["privacy ledger"].line() == line
+    assert "disk" in found
 
 
 def test_missing_server_is_a_problem(kit: Path) -> None:
@@ -510,3 +521,31 @@ def test_half_copied_files_are_problems(name: str, signed: bool, kit: Path) -> N
     found = {one.check for one in examine(kit) if not one.ok}
     expected = {"client.crt": "startup kit", "client.key": "key", "rootCA.pem": "root", "signature.json": "signature"}
     assert expected[name] in found
+
+
+def test_a_file_that_is_no_text_is_a_problem_and_no_traceback(kit: Path) -> None:
+    for path in (kit / "startup/sub_start.sh", kit / "comm_config.json"):
+        path.write_bytes(path.read_bytes() + b"# \xff\n")
+    found = {one.check for one in examine(kit) if not one.ok}
+    assert {"signature", "settings"} <= found
+    update_local(kit)
+
+
+@pytest.mark.parametrize("name", ["clinic", "localhost"])
+@pytest.mark.parametrize("bad", [None, 1, "x", [], [1]])
+def test_settings_of_another_form_are_problems(
+    name: str, bad: Any, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slip in authorization.json ended the doctor with a traceback."""
+    monkeypatch.setattr(doctor, "examine_versions", list)
+    for file, check, key in (
+        ("local/authorization.json", "rights", "permissions"),
+        ("local/privacy.json", "privacy scope", "scopes"),
+        ("local/resources.json", "components", "components"),
+        ("startup/fed_server.json", "relays", "servers"),
+    ):
+        if (made / name / file).is_file():
+            kit = Path(shutil.copytree(made / name, tmp_path / key, symlinks=True))
+            (kit / file).write_text(json.dumps(json.loads((kit / file).read_text()) | {key: bad}))
+            found = {one.check: one for one in examine(kit)}
+            assert found[check].remedy or found[check].advice

@@ -231,6 +231,15 @@ def test_collector_file(
         collect_metrics(tmp_path)
 
 
+@pytest.mark.parametrize(("file", "role"), [("fed_admin.json", "person"), ("fed_relay.json", "relay")])
+def test_other_kits_have_no_metrics(file: str, role: str, site: Path, tmp_path: Path) -> None:
+    """They were reported as sites with an intact ledger."""
+    kit = Path(shutil.copytree(site, tmp_path / "kit", symlinks=True))
+    (kit / "startup" / file).write_text("{}")
+    with pytest.raises(ConfigError, match=f"is the kit of a {role}, which has no metrics"):
+        collect_metrics(kit)
+
+
 DAY = 86400.0
 ON = re.compile(r"\((.+?)\) and on \((.+?)\) \((.+)\)$")
 INCREASE = re.compile(r"increase\((\w+)\[1h\]\)")

@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -173,6 +175,33 @@ def test_start_script_of_an_earlier_kit_is_completed_once(kits: Path, tmp_path: 
         assert script.read_text() == now
 
 
+def test_full_disk_leaves_the_start_scripts_whole(kits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were cut to nothing first, and no command could mend that."""
+    startup = tmp_path / "startup"
+    startup.mkdir()
+    for name in ("sub_start.sh", "start.sh"):
+        shutil.copy(kits / "hospital-a/startup" / name, startup)
+    start, sub_start = startup / "start.sh", startup / "sub_start.sh"
+    start.write_text(start.read_text().replace(STARTS.format(connected=CONNECTED["site"]), ""))
+    sub_start.write_text(sub_start.read_text().replace('cd "$WORKSPACE/.empty"', "true"))
+    before = {path: (path.read_text(), path.stat().st_mode) for path in startup.iterdir()}
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for change in (add_unlock_prompt, harden_start_scripts):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+        try:
+            with pytest.raises((OSError, ConsiliumError)):
+                change(startup)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert {path: (path.read_text(), path.stat().st_mode) for path in startup.iterdir()} == before
+    mask = os.umask(0o077)
+    add_unlock_prompt(startup)
+    os.umask(mask)
+    assert start.read_text() != before[start][0]
+    assert start.stat().st_mode == before[start][1]
+
+
 def test_unknown_start_script_is_refused(tmp_path: Path) -> None:
     (tmp_path / "sub_start.sh").write_text("python3 -m nvflare\n")
     with pytest.raises(ConsiliumError, match="script of FLARE"):
@@ -242,6 +271,31 @@ def test_allow_keeps_names_of_others(kits: Path, tmp_path: Path) -> None:
     assert local(kit, "privacy.json") == scopes
 
 
+def test_allow_leaves_a_relays_kit(
+    kits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It got a site's policies, and a comm_config.json in place of the one that says where the relay listens."""
+    kit = Path(shutil.copytree(kits / "hospital-a", tmp_path / "kit", symlinks=True))
+    (kit / "startup/fed_relay.json").write_text("{}")
+    (kit / "comm_config.json").unlink()
+    before = {path: path.read_bytes() for path in kit.rglob("*") if path.is_file()}
+    assert run(monkeypatch, "allow", kit) == 0
+    assert "a relay's kit; it needs no list" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in kit.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("name", ["resources.json", "privacy.json"])
+def test_allow_changes_nothing_in_a_kit_with_a_damaged_file(name: str, kits: Path, tmp_path: Path) -> None:
+    kit = Path(shutil.copytree(kits / "hospital-a", tmp_path / "kit", symlinks=True))
+    (kit / "comm_config.json").unlink()
+    for damage in (b'{"a": ', b'{"a": "\xff"}'):
+        (kit / "local" / name).write_bytes(damage)
+        with pytest.raises(ConfigError, match=f"{name}: not valid JSON"):
+            update_local(kit)
+        assert (kit / "local" / name).read_bytes() == damage
+        assert not (kit / "comm_config.json").exists()
+
+
 def test_second_provision_keeps_the_root(tmp_path: Path) -> None:
     first, second = provision(EXAMPLE, tmp_path), provision(EXAMPLE, tmp_path)
     assert (first.name, second.name) == ("prod_00", "prod_01")
@@ -298,6 +352,7 @@ def edited(tmp_path: Path, **changes: Any) -> Path:
         ({"sites": [{"name": "a", "org": "x"}, {"name": "a", "org": "y"}]}, "every name once; 'a' is there twice"),
         ({"scheme": "http", "sites": [{"name": "a", "org": "x", "bundles": True}]}, "scheme: 'http' cannot carry bundled jobs"),
         ({"sites": [{"name": "a", "org": "x", "site": {"device": "gpu"}}]}, "sites.0.site.device: 'gpu'"),
+        ({"sites": [{"name": "server", "org": "x"}]}, "sites: 'server' is what FLARE calls the server; give the site another"),
     ],
 )
 def test_wrong_sites_yml_is_one_line(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -306,6 +361,13 @@ def test_wrong_sites_yml_is_one_line(changes: dict[str, Any], message: str, tmp_
     assert message in str(told.value)
     assert "\n" not in str(told.value)
     assert not (tmp_path / "kits").exists()
+
+
+def test_an_empty_sites_yml_names_the_fields_of_a_sites_yml(tmp_path: Path) -> None:
+    """It named those of a job.yaml."""
+    (tmp_path / "sites.yml").write_text("")
+    with pytest.raises(ConfigError, match="start with `name:`, `server:`, `sites:`"):
+        provision(tmp_path / "sites.yml", tmp_path / "kits")
 
 
 def test_changed_root_lifetime_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

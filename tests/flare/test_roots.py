@@ -1,6 +1,8 @@
 """A root with another key, put in beside the former one: OpenSSL says who trusts whom, at each step."""
 
+import errno
 import json
+import os
 import shutil
 import ssl
 import time
@@ -9,13 +11,15 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+import yaml
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from nvflare.lighter.impl import cert
 from nvflare.lighter.utils import Identity, generate_cert, serialize_cert, verify_folder_signature
 
-from consilium.core.errors import ConfigError
-from consilium.flare.kit.provision import FORMER, provision
+from consilium.core.errors import ConfigError, ConsiliumError
+from consilium.flare.kit.provision import FORMER, ROOT, provision
 from consilium.flare.kit.renewal import renew, start_root_key_rollover, update_kit
 from tests.conftest import run
 from tests.flare.test_certificates import deployment
@@ -116,3 +120,55 @@ def test_new_root_makes_all_kits(kits: Path, monkeypatch: pytest.MonkeyPatch, ca
     assert run(monkeypatch, "renew", sites, "-o", folder, "--root", "new", "--only", "clinic") != 0
     assert "--only: not with --root new" in capsys.readouterr().err
     assert (kits / "state/cert.json").read_bytes() == before
+
+
+def test_failed_renewal_keeps_the_root_key_and_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLARE overwrites cert.json in place: on a full disk the root key was gone, and --root new had begun without kits."""
+    sites, folder = deployment(tmp_path), tmp_path / "kits"
+    state = provision(sites, folder).parent / "state/cert.json"
+    before = state.read_bytes()
+
+    def full_disk(self: cert._CertState) -> None:
+        state.write_text('{"root_cert": ')
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cert._CertState, "persist", full_disk)
+        with pytest.raises(ConsiliumError, match="No space left"):
+            renew(sites, folder, root="new")
+        assert state.read_bytes() == before
+        with pytest.raises(ConsiliumError, match="No space left"):
+            provision(sites, folder)
+    assert state.read_bytes() == before
+    assert state.stat().st_mode & 0o077 == 0
+    assert [path.name for path in state.parent.iterdir()] == ["cert.json"]
+    renew(sites, folder, root="new")
+    assert json.loads(state.read_text())[FORMER]["cert"] == json.loads(before)[ROOT]
+
+
+def test_who_comes_back_after_a_change_of_root_gets_a_certificate_of_the_new_one(tmp_path: Path) -> None:
+    sites, folder = deployment(tmp_path), tmp_path / "kits"
+    whole = sites.read_text()
+    raw = yaml.safe_load(whole) | {"sites": [{"name": "ward", "org": "x"}]}
+    provision(sites, folder)
+    sites.write_text(yaml.safe_dump(raw))
+    renew(sites, folder, root="new")
+    sites.write_text(whole)
+    kit = provision(sites, folder, ["clinic"]) / "clinic"
+    own, root = (x509.load_pem_x509_certificate((kit / "startup" / name).read_bytes()) for name in ("client.crt", "rootCA.pem"))
+    own.verify_directly_issued_by(root)
+
+
+def test_damaged_root_key_names_the_copy(tmp_path: Path) -> None:
+    sites, folder = deployment(tmp_path), tmp_path / "kits"
+    state = folder / "test/state/cert.json"
+    copy = state.with_name("cert.json.before")
+    state.parent.mkdir(parents=True)
+    state.write_text('{"root_cert": ')
+    with pytest.raises(ConfigError, match="is damaged; restore it from a backup"):
+        renew(sites, folder)
+    copy.write_text("the content from before")
+    for make in (renew, provision):
+        with pytest.raises(ConfigError, match=f"is damaged; run `mv {copy} {state}`"):
+            make(sites, folder)
+    assert copy.read_text() == "the content from before"

@@ -90,6 +90,24 @@ def test_experiment_comes_before_job_id(tmp_path: Path) -> None:
     assert admin.find_job("0-i")["job_id"] == "0-id"
 
 
+def test_a_name_that_fits_several_jobs_or_none_stops_no_job(tmp_path: Path) -> None:
+    """`consilium abort "$JOB"` with an unset variable aborted the newest job, and so did one character of two ids."""
+    admin = Admin(Session([job(1), job(10), job(2)], tmp_path))
+    for name, says in (("", "JOB: empty"), ("1", "1: 2 jobs have ids that begin so"), ("3", "no such job")):
+        with pytest.raises(ConfigError, match=says):
+            admin.find_present_job(name)
+    assert admin.find_job("2")["job_id"] == "2-id"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"admin": []}'])
+def test_damaged_settings_of_a_person_are_one_line(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "check_certificate_time", lambda kit: None)
+    (tmp_path / "startup").mkdir()
+    (tmp_path / "startup/fed_admin.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"fed_admin\.json: .*restore"), connect(tmp_path):
+        pass
+
+
 def test_whole_job_id_downloads_no_other_job(tmp_path: Path) -> None:
     """A client that polls a job by its id downloaded all jobs of FLARE's own tools, at each poll."""
     session = Session([job(0), job(1, experiment="0-id"), job(2, status="RUNNING")], tmp_path)
@@ -211,6 +229,20 @@ def test_lost_job_is_neither_aborted_nor_downloaded(
         assert "ward: is LOST: its server process is gone; `consilium resume ward --kit KIT`" in said
     admin.session.listed[0]["status"] = "FINISHED:COMPLETED"
     assert admin.find_present_job("ward")["job_id"] == "0-id"
+
+
+@pytest.mark.parametrize(
+    ("format", "says"), [("txt", "ward: had ended before: FINISHED:COMPLETED"), ("json", '"aborted": null')]
+)
+def test_a_job_that_had_ended_is_not_called_aborted(
+    format: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FLARE answers well to the abort of an ended job."""
+    held = Session([job(0, experiment="ward", status="FINISHED:COMPLETED")], tmp_path)
+    held.abort_job = lambda job_id: None
+    monkeypatch.setattr("consilium.cli.jobs.connect", lambda kit: nullcontext(Admin(held)))
+    assert run(monkeypatch, "abort", "ward", "--kit", tmp_path, "--format", format) == 0
+    assert says in capsys.readouterr().out
 
 
 def test_ended_job_has_no_eta() -> None:

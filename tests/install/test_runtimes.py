@@ -99,7 +99,7 @@ def test_refused_settings_and_kits_are_one_line(
         (kits / "hospital-a", tmp_path / "bad.yaml", "Config must contain runtime: docker, runtime: k8s, or runtime: slurm", 1),
         (kits / "hospital-a", tmp_path / "list.yaml", "list.yaml: FLARE cannot use it (TypeError", 1),
         (kits / "hospital-a", tmp_path / "none.yaml", "Config file not found", 1),
-        (kits / "lead@hub.example", CONTAINER / "slurm.yaml", "is not a closed kit of a site or server", 2),
+        (kits / "lead@hub.example", CONTAINER / "slurm.yaml", "neither a site's nor the server's startup kit", 2),
         (tmp_path, CONTAINER / "slurm.yaml", "no startup kit", 2),
     ):
         assert run(monkeypatch, "prepare", kit, "--runtime", settings, "-o", out) == code

@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ from consilium.cli.options import FormatOption, emit, show
 from consilium.core.errors import ConfigError, ExitCode
 from consilium.core.messages import TRAIN_LOSS, Kind, Stage
 from consilium.core.sanitize import count_with_noun, first_names_text, rich_line, shown
-from consilium.flare.admin.session import Admin, connect, experiment_of
+from consilium.flare.admin.session import LOST, Admin, connect, experiment_of
 from consilium.flare.kit.certificates import expiry_warnings
 from consilium.report.live_view import (
     early_stop_text,
@@ -23,7 +24,7 @@ from consilium.report.live_view import (
     rounds_before_final_evaluation,
     score_of,
 )
-from consilium.report.tables import Column, Table, columns, number_text
+from consilium.report.tables import Column, Table, columns, number_text, timestamp_text
 from consilium.tasks.registry import Scores
 
 KEYS = ("job_id", "status", "submit_time_iso", "duration", "submitter_name")
@@ -75,10 +76,14 @@ def abort(
     """Stop a job, and wait for its end. `consilium resume` can continue it from its last finished round."""
     with connect(kit) as admin:
         found = admin.find_present_job(job)
-        ended = admin.abort_and_await_end(found["job_id"])
-    text = "aborted" if ended else "told to stop, but has not ended yet; `consilium status` shows when it has"
+        had_ended = found["status"].startswith("FINISHED")
+        ended = had_ended or admin.abort_and_await_end(found["job_id"])
+    if had_ended:
+        text = f"had ended before: {found['status']}"
+    else:
+        text = "aborted" if ended else "told to stop, but has not ended yet; `consilium status` shows when it has"
     said = rich_line(f"{experiment_of(found)}: {text} (job {found['job_id']})")
-    emit({"aborted": found["job_id"], "ended": ended}, [said], format)
+    emit({"aborted": None if had_ended else found["job_id"], "ended": ended}, [said], format)
 
 
 def download(
@@ -138,7 +143,11 @@ def _job_list_lines(jobs: list[dict[str, Any]]) -> Iterator[Table | Text]:
     """Yield a table with a row per job, and a line per failed job with its reason."""
     keys, rows = ("experiment", "status", "submitted", "took", "by", "job"), []
     for one in jobs:
-        submitted, took = str(one["submit_time_iso"])[:19].replace("T", " "), str(one["duration"] or "").split(".")[0]
+        try:
+            submitted = timestamp_text(datetime.fromisoformat(str(one["submit_time_iso"])).timestamp())
+        except (ValueError, OverflowError):  # the server may send anything
+            submitted = "-"
+        took = str(one["duration"] or "").split(".")[0]
         rows.append([one["experiment"], one["status"], submitted, took, one["submitter_name"] or "", one["job_id"]])
     yield Table("", [Column(key, int(key in ("submitted", "took", "by")), False) for key in keys], rows)
     for one in jobs:
@@ -149,8 +158,6 @@ def _job_list_lines(jobs: list[dict[str, Any]]) -> Iterator[Table | Text]:
 # watch -----------------------------------------------------------------------------------------------------------------
 # Watch a running job until it ends, and map a job's status to an exit code.
 
-LOST = "LOST"
-"""A status of flare/admin/session.py. A job also has it for moments between its end and its final status."""
 LOST_AFTER = 60.0
 """Seconds with status LOST after which a job counts as lost."""
 SECONDS = re.compile(r"(; ETA )?\d+ s\b")

@@ -130,7 +130,7 @@ def run_page(kit: Path, name: str) -> str:
         return str(call(f"{PAGES}:run_page", call("consilium.report.run_record:read_run", folder), "../"))
     sections = []
     for number, path in enumerate(_record_files(folder), start=1):
-        found, tables, texts = call(f"{PAGES}:audit_section", path), list[tuple[Table, Links]](), list[str]()
+        found, tables, texts = call(f"{PAGES}:audit_log_section", path), list[tuple[Table, Links]](), list[str]()
         if (record := found["record"]) is None:
             texts.append(TOO_LARGE if found["too_large"] else "This record cannot be read. `consilium audit` says why.")
         else:

@@ -27,11 +27,12 @@ def allow(
     """Let FLARE run Consilium's classes: list those of the kit's role, and no others, in local/resources.json.
 
     This also brings kits of an older version up to date, and adds Consilium's policies to kits that `nvflare provision` or
-    `nvflare poc` made. Kits of people need no list. Restart the participants afterwards.
+    `nvflare poc` made. Kits of people and relays need no list. Restart the participants afterwards.
     """
     for folder in folders:
-        if participant_role(folder) == "person":
-            typer.echo(f"{folder}: a person's kit; it needs no list")
+        # a relay reads where it listens from local/comm_config.json, which a file in the kit's top folder would replace
+        if (role := participant_role(folder)) in ("person", "relay"):
+            typer.echo(f"{folder}: a {role}'s kit; it needs no list")
         else:
             typer.echo(f"{update_local(folder)}: lists the classes that jobs may name")
 
@@ -78,7 +79,7 @@ def provision(
         raise ConfigError("--only: is of kits that -o makes; leave it out")
     written = make_kits(sites, output, only or ()) if output else apply_local(sites, local or Path())
     if not output:
-        emit({"local": str(written)}, f"{written}: policies written; restart the site to use them", format)
+        emit({"local": str(written)}, f"{written}: policies written; start the participant to use them", format)
         return
     names, root = sorted(one.name for one in written.iterdir()), root_fingerprint(written.parent / "state")
     others = "\nAll other kits stay as they are; a running server takes the new ones without a restart." if only else ""
@@ -94,9 +95,7 @@ SHA-256 of the root certificate, which each participant compares by telephone:
 
 
 def renew(
-    sites: Annotated[
-        Path, typer.Argument(metavar="SITES_YML", help="list of the participants, such as provisioning/sites.yml")
-    ],
+    sites: SitesArgument,
     output: Annotated[Path, typer.Option("--output", "-o", help="the folder in which `consilium provision -o` made kits")],
     only: Annotated[
         list[str] | None, typer.Option("--only", help="renew the kit of this participant only; may be repeated; default: all")
@@ -209,10 +208,10 @@ def _warn(text: str) -> None:
 # stop ------------------------------------------------------------------------------------------------------------------
 # The command `consilium stop`.
 
+KitArgument = Annotated[Path, typer.Argument(help="a site's or the server's startup kit")]
 
-def stop(
-    kit: Annotated[Path, typer.Argument(help="a site's or the server's startup kit")], format: FormatOption = "txt"
-) -> None:
+
+def stop(kit: KitArgument, format: FormatOption = "txt") -> None:
     """Stop the site or server that runs from a kit on this machine, with its jobs' processes, until it is started again.
 
     A site continues its jobs after its next start. A server's jobs are lost until `consilium resume`. A service or container
@@ -229,8 +228,6 @@ def stop(
 
 # prepare ---------------------------------------------------------------------------------------------------------------
 # The command `consilium prepare`.
-
-KitArgument = Annotated[Path, typer.Argument(help="a site's or the server's startup kit")]
 
 
 def prepare(
@@ -249,7 +246,7 @@ def prepare(
 
 
 def metrics(
-    kit: Annotated[Path, typer.Argument(help="a site's or the server's startup kit")],
+    kit: KitArgument,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="FILE.prom for node_exporter's textfile collector")
     ] = None,

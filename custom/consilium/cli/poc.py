@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from consilium.cli.jobs import exit_code, watch_job
-from consilium.cli.options import CheckpointsOption, FormatOption, SetOption
+from consilium.cli.options import CheckpointsOption, FormatOption, SetOption, emit
 from consilium.cli.resume_hint import FULL, disk_full_message, exit_interrupted, stop_on_signals
 from consilium.config.deployment import SITE_NAME
 from consilium.config.job import load_job, parse_override
@@ -61,7 +61,8 @@ def poc(
         if not kits.is_dir():
             raise ConfigError(f"--stop: {stop}: no workspace of `consilium poc`; give the folder that it printed")
         ran = stop_all(kits)
-        typer.echo(f"{stop}: {'server and sites are stopped' if ran else 'nothing runs from it'}")
+        text = f"{stop}: {'server and sites are stopped' if ran else 'nothing runs from it'}"
+        emit({"workspace": str(stop), "stopped": ran}, text, format)
         return
     if job is None and not keep:
         raise ConfigError("JOB: none; give a job folder, or --keep for a federation without a job")

@@ -85,9 +85,12 @@ def approve(
         review = call(REVIEW, app, kit)
         if format == "txt":
             emit(None, review.lines(table_console().width), "txt")
-        asks = format == "txt" and sys.stdin.isatty()
-        if not yes and not asks:
-            raise ConfigError("there is no terminal to ask at, so nothing is approved; repeat the command with --yes")
+        is_at_terminal = sys.stdin.isatty()
+        if not yes and (format == "json" or not is_at_terminal):
+            if format == "json":
+                emit(review.to_dict() | {"approved": None}, "", format)
+            why = "--format json asks no question" if is_at_terminal else "there is no terminal to ask at"
+            raise ConfigError(f"{why}, so nothing is approved; repeat the command with --yes")
         agreed = yes or typer.confirm("Approve?", default=False)
         if agreed:
             approval.approve(app, local, plugins, review.digest)  # the digest of exactly the job that was shown

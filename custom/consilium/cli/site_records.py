@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -23,7 +22,7 @@ from consilium.privacy.ledger import Ledger, accept as go_on, check_no_lost_rows
 from consilium.privacy.secagg import sum_ledger
 from consilium.privacy.secagg.sum_ledger import FILE as SUMS
 from consilium.report.audit_tables import privacy_texts, record_tables
-from consilium.report.tables import markdown_text as markdown_of
+from consilium.report.tables import markdown_text as markdown_of, timestamp_text
 
 
 class SiteRecords(NamedTuple):
@@ -79,7 +78,7 @@ def ledger(
             for unit, spent in one["epsilon"].items()
         }
     every = [
-        {"ledger": str(p), "time": _stamp(when), "void": entry.is_void} | vars(entry)
+        {"ledger": str(p), "time": timestamp_text(when), "void": entry.is_void} | vars(entry)
         for p in paths
         if rows
         for when, entry in Ledger(p).rows()
@@ -126,7 +125,7 @@ def sums(
             text = f"{', '.join(one['sites'])}{rule}; by {one['by']}: {one['reason']}"
         else:
             text = f"{', '.join(one['sites'])}; data {', '.join(one['data'])}; {one['job']} {one['run']}"
-        lines.append(rich_line(f"{_stamp(one['time'])}  {one['kind']}: {text}", limit=2000))
+        lines.append(rich_line(f"{timestamp_text(one['time'])}  {one['kind']}: {text}", limit=2000))
     emit(found, lines or ["no sum under masks and without noise has been joined here"], format)
 
 
@@ -155,10 +154,6 @@ def accept(
     if said["lost_sums"] or aside:
         lines.append(f"{root / SUMS}: accepted, {len(said['lost_sums'])} lost lines on record{aside}")
     emit(said, lines, format)
-
-
-def _stamp(when: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
 
 
 def _lines(found: list[dict[str, Any]], rows: list[dict[str, Any]]) -> Iterator[Text | str]:

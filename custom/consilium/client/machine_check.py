@@ -5,6 +5,7 @@ flare/kit/doctor.py checks the startup kit.
 
 import importlib
 import importlib.util
+import os
 import platform
 import shutil
 import sys
@@ -41,12 +42,18 @@ DISK_GIB = 5.0
 
 
 def run_check(check: str, look: Callable[[], Finding | str]) -> Finding:
-    """Return the finding of `look`. A text means no problem; a ConsiliumError is a problem, and its message has the remedy."""
+    """Return the finding of `look`. A text means no problem; a ConsiliumError is a problem, and its message has the remedy.
+
+    So is a path that this user cannot reach. The other checks go on.
+    """
     try:
         found = look()
     except ConsiliumError as error:
         wrong, _, remedy = " ".join(str(error).split()).partition("; ")
         return Finding(check, wrong, remedy or "fix it")
+    except OSError as error:
+        where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+        return Finding(check, f"{where}{error.strerror or error}", "check the path, its permissions and the disk")
     return Finding(check, found) if isinstance(found, str) else found
 
 

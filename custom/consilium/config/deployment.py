@@ -14,6 +14,9 @@ SITE_NAME = r"^[A-Za-z0-9_-]{1,64}$"
 """A certificate holds a name of 64 characters at most."""
 
 
+FLARES_SERVER = "server"
+
+
 class ServerEntry(Section):
     """The server."""
 
@@ -97,6 +100,8 @@ class DeploymentConfig(Section):
     @model_validator(mode="after")
     def _check_names_and_bundles(self) -> Self:
         check_unique([entry.name for entry in self.entries()], "name")
+        if FLARES_SERVER in (site.name for site in self.sites):
+            raise ValueError(f"sites: {FLARES_SERVER!r} is what FLARE calls the server; give the site another name")
         if self.scheme == "http" and (self.server.bundles or any(site.bundles for site in self.sites)):
             raise ValueError("scheme: 'http' cannot carry bundled jobs (4 MiB a message) with bundles: true; use grpc or tcp")
         return self

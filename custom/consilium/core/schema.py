@@ -343,7 +343,9 @@ def flatten_settings(values: Mapping[str, Any], before: str = "") -> dict[str, A
 def validate(model: type[T], raw: Any, path: Path, plugins: frozenset[str] | None = frozenset()) -> T:
     """Return `raw`, the content of the file `path`, as a section. Raises ConfigError with one line per problem."""
     if not isinstance(raw, Mapping):
-        raise ConfigError(f"{path}: is not a map of sections; start with `name:`, `strategy:`, `model:` ...")
+        required = [name for name, field in model.model_fields.items() if field.is_required()]
+        first = ", ".join(f"`{name}:`" for name in (required or [*model.model_fields])[:3])
+        raise ConfigError(f"{path}: is not a map of sections; start with {first} ...")
     try:
         return model.model_validate(raw, context={"plugins": plugins})
     except ValidationError as error:

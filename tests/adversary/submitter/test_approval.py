@@ -12,6 +12,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from typer.testing import CliRunner
 
+from consilium.cli import site_checks
 from consilium.cli.main import app
 from consilium.client import approval
 from consilium.config.job import load_job
@@ -176,6 +177,20 @@ def test_without_a_terminal_nothing_is_approved_unless_it_is_said(tmp_path: Path
         assert code == 1
         assert told.startswith("there is no terminal to ask at, so nothing is approved; ")
         assert not (tmp_path / "kit/local/approved.json").exists()
+
+
+def test_json_shows_the_review_before_anything_is_approved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program could read the review only by approving the job. At a terminal the message said that there is none."""
+    (tmp_path / "kit/local").mkdir(parents=True)
+    monkeypatch.setattr(site_checks.sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    with pytest.raises(ConfigError, match="--format json asks no question, so nothing is approved; "):
+        site_checks.approve(QUICKSTART, kit=tmp_path / "kit", format="json")
+    found = json.loads(capsys.readouterr().out)
+    assert (found["job"]["name"], found["approved"]) == ("quickstart", None)
+    assert len(found["digest"]) == 64
+    assert not (tmp_path / "kit/local/approved.json").exists()
 
 
 def test_only_what_was_shown_is_approved(received: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from consilium.federation.run_folders import STATE, all_runs
 from consilium.flare.kit import heartbeat_server
 from consilium.flare.kit.certificates import days_left
 from consilium.flare.kit.connection_refusals import noted_cause
-from consilium.flare.kit.kit_reader import certificate_path, kit_name, kit_role, load_certificate
+from consilium.flare.kit.kit_reader import certificate_path, kit_name, load_certificate, participant_role
 from consilium.privacy import audit_log
 from consilium.privacy.accounting import epsilon_for
 from consilium.privacy.ledger import Ledger
@@ -76,9 +76,10 @@ HELP = {
 
 def collect_metrics(kit: Path) -> list[Sample]:
     """Return all metrics of a site's or a server's kit. Raises ConfigError if the folder is no such kit."""
-    role = kit_role(kit)
-    own = load_certificate(certificate_path(kit))
-    found = [Sample("info", 1, {"version": __version__, "role": str(role)}), Sample("written_timestamp_seconds", time.time())]
+    own, role = load_certificate(certificate_path(kit)), participant_role(kit)
+    if role not in ("site", "server"):
+        raise ConfigError(f"{kit}: is the kit of a {role}, which has no metrics; give a site's or the server's startup kit")
+    found = [Sample("info", 1, {"version": __version__, "role": role}), Sample("written_timestamp_seconds", time.time())]
     root = load_certificate(kit / "startup" / "rootCA.pem")
     found += [Sample("certificate_days_left", days_left(c), {"of": n}) for n, c in (("participant", own), ("root", root))]
     settings = kit / "local" / "site.yaml"

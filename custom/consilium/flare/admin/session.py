@@ -28,7 +28,7 @@ from consilium.federation.run_folders import default_run_name
 from consilium.flare.kit.certificates import check_certificate_time, why_no_connection
 from consilium.flare.kit.connection_refusals import cause_of, refusal_message
 from consilium.flare.kit.heartbeat_client import KEY
-from consilium.flare.kit.kit_reader import server_folders
+from consilium.flare.kit.kit_reader import read_settings, server_folders
 from consilium.report import untrusted_files
 from consilium.report.live_view import progress
 
@@ -38,7 +38,10 @@ WAITING = "SUBMITTED"
 TIMESTAMP = len("2026-11-22 20:30:00: ")
 """Length of the timestamp before the text in a line of FLARE's scheduler."""
 LOST = "LOST"
-"""Our status for a job whose server process has died. `consilium resume` continues its run."""
+"""Our status for a job whose server process has died. `consilium resume` continues its run.
+
+A job also has it for moments between the end of its process and its final status.
+"""
 NO_REASON = (
     "no reason was left, as if its process at the server was killed; see the logs of the server and of the sites; "
     "`consilium resume` continues a run"
@@ -69,8 +72,8 @@ Job = dict[str, Any]
 class Admin:
     """An administrator's actions in one session.
 
-    A job is named by FLARE's job id, by the first characters of that id, or by its experiment. An experiment stands for the job
-    that was submitted last under this name.
+    A job is named by FLARE's job id, by the first characters of that id if no other id begins with them, or by its experiment.
+    An experiment stands for the job that was submitted last under this name.
     """
 
     def __init__(self, session: Session) -> None:
@@ -92,22 +95,23 @@ class Admin:
         return [job | {"status": LOST} if job["job_id"] in lost else job for job in jobs]
 
     def find_job(self, name: str) -> Job:
-        """Return FLARE's metadata of one job. Raises ConfigError if there is none."""
+        """Return FLARE's metadata of one job. Raises ConfigError if there is none, or if the name fits several job ids."""
+        if not name:  # as from an unset variable of a script
+            raise ConfigError("JOB: empty; give a job id or an experiment; `consilium status --kit KIT` lists them")
         jobs = self.jobs()
-        found = (
-            next((job for job in jobs if job["job_id"] == name), None)  # first, because an experiment may cost downloads
-            or self._last_submission(name, jobs)
-            or next((job for job in reversed(jobs) if job["job_id"].startswith(name)), None)
-        )
-        if found is None:
+        # the whole id first, because an experiment may cost downloads
+        found = next((job for job in jobs if job["job_id"] == name), None) or self._last_submission(name, jobs)
+        if found is not None:
+            return found
+        fitting = [job for job in jobs if job["job_id"].startswith(name)]
+        if len(fitting) > 1:
+            raise ConfigError(f"{shown(name)}: {len(fitting)} jobs have ids that begin so; give more characters of the id")
+        if not fitting:
             raise ConfigError(f"{shown(name)}: no such job or experiment; `consilium status --kit KIT` lists them")
-        return found
+        return fitting[0]
 
     def find_present_job(self, name: str) -> Job:
-        """Return FLARE's metadata of one job. Raises ConfigError if there is none, and JobError if it is lost.
-
-        Between the end of its process and its final status, a job is LOST for a moment, so this waits LOST_SECONDS at most.
-        """
+        """Return FLARE's metadata of one job. Raises ConfigError as `find_job`, and JobError if it is lost for LOST_SECONDS."""
         ends = time.monotonic() + LOST_SECONDS
         while (found := self.find_job(name))["status"] == LOST:
             if time.monotonic() > ends:
@@ -342,7 +346,10 @@ def connect(kit: Path, seconds: float = 15) -> Iterator[Admin]:
     if not config.is_file():
         raise ConfigError(f"--kit: {kit}: not an admin's startup kit (no startup/fed_admin.json); give its folder")
     check_certificate_time(kit)
-    user = read_json(config)["admin"]["username"]
+    try:
+        user = read_settings(config)["admin"]["username"]
+    except (KeyError, TypeError):
+        raise ConfigError(f"{config}: names no person; restore it, or ask the hub for the kit") from None
     try:
         with redirect_stdout(sys.stderr), redirect_stderr(io.StringIO()):  # FLARE prints lines, and a traceback if refused
             try:

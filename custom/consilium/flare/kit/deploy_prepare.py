@@ -25,7 +25,7 @@ from consilium.core.storage import read_json
 from consilium.federation.run_folders import STATE
 from consilium.flare.kit import revocation
 from consilium.flare.kit.kit_hardening import COMM, RESOURCES, shadows_job_settings
-from consilium.flare.kit.kit_reader import LOCKED, RUN_FILES, kit_name, kit_role
+from consilium.flare.kit.kit_reader import LOCKED, RUN_FILES, kit_name, kit_role, participant_role
 from consilium.flare.kit.processes import check_stopped
 
 DEFAULT, CHART_VALUES = f"{RESOURCES}.default", Path("helm_chart", "values.yaml")
@@ -51,8 +51,10 @@ def prepare(kit: Path, settings: Path, output: Path) -> Path:
     ConsiliumError with FLARE's reason if FLARE cannot prepare the kit.
     """
     kit_name(kit)
-    if kit_role(kit) is None or not shadows_job_settings(kit):
-        raise ConfigError(f"{kit}: is not a closed kit of a site or server; run `consilium allow KIT` first")
+    if participant_role(kit) not in ("site", "server"):
+        raise ConfigError(f"{kit}: neither a site's nor the server's startup kit; give one's folder")
+    if not shadows_job_settings(kit):
+        raise ConfigError(f"{kit}: a job could bring its own connection settings; run `consilium allow {kit}` first")
     check_stopped(kit)
     if (kit / LOCKED).is_file():
         raise ConfigError(f"{kit}: its keys are locked, and a container cannot ask; run `consilium unlock {kit} --for-good`")

@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
+from functools import partial, wraps
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -78,11 +78,12 @@ from consilium.report.tables import duration_text, timestamp_text
 from consilium.report.untrusted_files import as_finite_float
 
 NO_ANSWER = 120.0
-"""Seconds without an answer to a heartbeat after which a running site has a problem. FLARE sends one every 30 s."""
+"""Seconds without an answer to a heartbeat after which a running site has a problem. FLARE sends one every 10 s."""
 TEMPORARY = (Path("/tmp"), Path("/var/tmp"))
 """Folders whose files a restart of the machine may delete."""
 REFUSED_LATELY = 3 * 86400.0
 """Seconds for which the doctor shows the last refusal of a job by the site."""
+Check = Callable[[Path], Finding | str]
 GUARD = {"task_data_filters": GuardTaskFilter, "task_result_filters": GuardResultFilter}
 
 
@@ -107,6 +108,22 @@ def examine(kit: Path, job: Path | None = None) -> list[Finding]:
     if job is not None:
         findings.append(run_check("memory", lambda: examine_memory(job, load_site(file) if file.is_file() else SiteConfig())))
     return findings
+
+
+def _reads(name: str) -> Callable[[Check], Check]:
+    """Return a decorator of a check that reads a kit's file NAME: if its values have other types, it raises ConfigError."""
+
+    def decorate(look: Check) -> Check:
+        @wraps(look)
+        def checked(kit: Path) -> Finding | str:
+            try:
+                return look(kit)
+            except (AttributeError, KeyError, IndexError, TypeError) as error:  # as after an edit by hand
+                raise ConfigError(f"{kit / name}: has not the form of FLARE's file ({error!r}); restore it") from None
+
+        return checked
+
+    return decorate
 
 
 def _examine_server(kit: Path) -> Finding | str:
@@ -159,6 +176,7 @@ def _examine_port(kit: Path) -> str:
     return f"{port}: free"
 
 
+@_reads("startup/fed_server.json")
 def _examine_relays(kit: Path) -> Finding:
     """Return the sites behind each relay, with advice if all sites of one relay are disconnected."""
     behind: dict[str, list[str]] = {}
@@ -293,6 +311,7 @@ def _is_wildcard(entry: str) -> bool:
         return False
 
 
+@_reads("local/privacy.json")
 def _examine_scope(kit: Path) -> str:
     privacy = read_settings(kit / "local" / "privacy.json")
     scopes, default = privacy.get("scopes", []), privacy.get("default_scope")
@@ -308,6 +327,7 @@ def _examine_scope(kit: Path) -> str:
     return f"{default}: the only one, with the guard"
 
 
+@_reads("local/authorization.json")
 def _examine_rights(kit: Path) -> str:
     for role, rights in read_settings(kit / "local" / "authorization.json").get("permissions", {}).items():
         for right in ("byoc", "shell_commands"):
@@ -339,10 +359,11 @@ def _examine_site(kit: Path) -> Iterator[Finding]:
             yield Finding("last refusal", f"{timestamp_text(at)}: {reason}: {reason.meaning}", advice=advice)
         yield from examine_datasets(site)
         yield from examine_checkpoints(site)
-    components = []
-    with suppress(ConfigError):  # the findings about policies report it
+    gpus = 0
+    with suppress(ConfigError, AttributeError, TypeError):  # the findings on the allow-list and the components report the file
         components = read_settings(kit / "local" / "resources.json").get("components", [])
-    yield examine_device(site, sum(one.get("args", {}).get("num_of_gpus", 0) for one in components))
+        gpus = sum(one.get("args", {}).get("num_of_gpus", 0) for one in components)
+    yield examine_device(site, gpus)
     yield examine_disk(site.state or kit)
 
 
@@ -410,7 +431,7 @@ def _require(is_well: Callable[[Path], bool], well: str, problem: str) -> Callab
 
 
 PARTICIPANTS, HOSTS = ("site", "server", "relay", "person"), ("site", "server")
-CHECKS: tuple[tuple[str, tuple[str, ...], Callable[[Path], Finding | str]], ...] = (
+CHECKS: tuple[tuple[str, tuple[str, ...], Check], ...] = (
     (
         "path",
         HOSTS,

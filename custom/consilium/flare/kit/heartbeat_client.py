@@ -296,7 +296,7 @@ class HealthReport:
             for path in paths:
                 try:
                     read_site_list(path)
-                except ConsiliumError:
+                except (ConsiliumError, OSError):  # OSError: such as a network disk that is away
                     readable = False
             self._data, self._paths = {"data_readable": readable, "data_checked": time.time()}, paths
         return found | (self._data if paths else {}) | last_refusal(state)

@@ -55,6 +55,8 @@ class Attendance(FLComponent):
         self._engine: ServerEngine | None = None
         self._sites: dict[str, Facts] = {}
         self._written = 0.0
+        self._writing = threading.Lock()
+        """FLARE handles heartbeats in several threads, and two writes at a time could leave half a file."""
         self._latest = 0.0
         patches.SERVER_HEARTBEAT.wrap(self._record_heartbeat)
         patches.STATUS.wrap(self._add_sites_to_status)
@@ -92,13 +94,18 @@ class Attendance(FLComponent):
             self._write()
 
     def _write(self) -> None:
-        """Write the list to attendance.json, unless that was done less than ten seconds ago."""
-        if self._kit and time.monotonic() - self._written >= EVERY:
-            self._written, path = time.monotonic(), self._kit / STATE / ATTENDANCE
-            try:
+        """Write the list to attendance.json, unless a thread writes it now or did so less than ten seconds ago."""
+        if self._kit is None or not self._writing.acquire(blocking=False):
+            return
+        path = self._kit / STATE / ATTENDANCE
+        try:
+            if time.monotonic() - self._written >= EVERY:
+                self._written = time.monotonic()
                 write_json(path, self._status_facts() | {"latest": self._latest})
-            except OSError as error:  # FLARE would log a traceback every ten seconds
-                self.logger.warning(f"{path}: cannot be written ({error.strerror}); make room")
+        except OSError as error:  # FLARE would log a traceback every ten seconds
+            self.logger.warning(f"{path}: cannot be written ({error.strerror}); make room")
+        finally:
+            self._writing.release()
 
     def _record_heartbeat(self, beat: Callable[..., bool], manager: ClientManager, token: str, name: str, *rest: Any) -> bool:
         """Store a site's facts after FLARE has accepted its heartbeat. Then FLARE has verified the site's name."""

@@ -1,6 +1,7 @@
 """Hardening of a startup kit: no job replaces FLARE's settings, Python starts in an empty folder, jobs name listed classes."""
 
 import json
+import stat
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.resources import files
@@ -56,7 +57,7 @@ def shadow_job_settings(kit: Path, more: Mapping[str, Any] | None = None) -> Non
     server: a site with a job needs two connections, and a connection over the limit waits for ever. It also turns keep-alives
     on: without them a broken connection is found after 15 minutes only.
     """
-    if not (kit / COMM).exists() or (kit / COMM).read_text(encoding="utf-8").strip() == "{}":
+    if not (kit / COMM).exists() or (kit / COMM).read_bytes().strip() == b"{}":
         ours = read_json(files("consilium.flare.kit").joinpath("policies", COMM))
         write_atomic(kit / COMM, json.dumps(ours | dict(more or {}), indent=2).encode() + b"\n")
     if not (kit / RESOURCES).is_symlink():
@@ -80,7 +81,7 @@ def harden_start_scripts(startup: Path) -> None:
         if path.name == START and (not found or PYTHON in before):
             raise ConsiliumError(f"{path}: is not the script of FLARE 2.9; install the pinned nvflare")
         safe = before + ELSEWHERE + found + after if path.name == START else script.replace(PYTHON, SAFE_PYTHON)
-        path.write_text(safe, encoding="utf-8")  # written in place, so the file keeps its mode
+        _replace_script(path, safe)
 
 
 def add_unlock_prompt(startup: Path) -> None:
@@ -96,7 +97,14 @@ def add_unlock_prompt(startup: Path) -> None:
     for part in (UNLOCK, says):  # kits of earlier versions have the first part only
         if part not in script:
             script = script.replace(BACKGROUND, part + BACKGROUND)
-    path.write_text(script, encoding="utf-8")
+    _replace_script(path, script)
+
+
+def _replace_script(path: Path, text: str) -> None:
+    """Replace a script as a whole and keep its mode. A half of it, as after a full disk, could not be mended from the kit."""
+    mode = stat.S_IMODE(path.stat().st_mode)
+    write_atomic(path, text.encode(), mode)
+    path.chmod(mode)  # without the user's umask
 
 
 def is_signed(startup: Path) -> bool:
@@ -134,7 +142,8 @@ def altered_files(startup: Path) -> list[str]:
 def unsafe_scripts(startup: Path) -> list[Path]:
     """Return the scripts in startup/ that are not safe to call from any folder, see `harden_start_scripts`."""
     marks = {START: ELSEWHERE, CONSOLE: SAFE_PYTHON}
-    return [path for name, mark in marks.items() if (path := startup / name).is_file() and mark not in path.read_text("utf-8")]
+    files = {startup / name: mark.encode() for name, mark in marks.items()}
+    return [path for path, mark in files.items() if path.is_file() and mark not in path.read_bytes()]
 
 
 # allow-list ------------------------------------------------------------------------------------------------------------

@@ -100,17 +100,20 @@ def update_local(folder: Path) -> Path:
     """Bring the allow-list and settings of a startup kit or simulator workspace to this version. Return the allow-list's file.
 
     A kit gets the classes and components of its role, and `harden_kit` is applied. A kit made by FLARE, without policies of
-    ours, gets them too. A workspace has no role and gets the classes of all roles. Raises ConfigError if the list cannot be
-    read, or if the kit runs.
+    ours, gets them too. A workspace has no role and gets the classes of all roles. Raises ConfigError, before a kit is changed,
+    if its resources.json or privacy.json cannot be read, or if it runs.
     """
     check_stopped(folder)
     if (role := kit_role(folder)) is None:
         return allow_classes(folder, *CLASSES)
+    path = folder / "local" / "resources.json"
+    for file in (path, path.with_name("privacy.json")):
+        if file.is_file():
+            read_settings(file)  # before anything is changed
     harden_kit(folder)
     if not any((folder / "local" / name).exists() for name in POLICIES) and not (folder / STATE / RUNS).exists():
         server = ServerEntry(name="server", org="server", state=folder.resolve() / STATE)
         write_local(folder / "local", server if role == "server" else SiteEntry(name="site", org="site"))
-    path = folder / "local" / "resources.json"
     for file in (path, path.with_name("privacy.json")):
         if file.is_file():
             paths, text = re.compile(r'"consilium\.[\w.]*\.(\w+)"'), file.read_text(encoding="utf-8")

@@ -107,12 +107,6 @@ def is_word(path: str) -> bool:
         return False
 
 
-def free_port() -> int:
-    """Return the number of a TCP port on this machine that is free now."""
-    with reserve_port() as found:
-        return int(found.getsockname()[1])
-
-
 def reserve_port() -> socket.socket:
     """Return a socket that reserves a free TCP port of this machine while it is open.
 

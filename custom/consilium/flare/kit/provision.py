@@ -1,9 +1,10 @@
 """Provisioning of startup kits: FLARE's provisioner with our builder, which writes each kit's local/ and signs its startup/."""
 
 import io
+import os
 import shutil
-from collections.abc import Collection
-from contextlib import redirect_stderr
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from nvflare.lighter.utils import sign_folders
 
 from consilium.config.deployment import DeploymentConfig, load_deployment
 from consilium.core.errors import ConfigError, ConsiliumError
-from consilium.core.storage import make_private_folder, read_json, write_atomic
+from consilium.core.storage import make_private_folder, read_json, write_atomic, write_json
 from consilium.flare.kit.certificates import fingerprints
 from consilium.flare.kit.kit_hardening import add_unlock_prompt, harden_start_scripts, shadow_job_settings
 from consilium.flare.kit.local_folder import find_entry, write_local, write_readme
@@ -31,6 +32,8 @@ ROOT, ROOT_KEY = "root_cert", "root_pri_key"
 """Keys in FLARE's cert.json."""
 FORMER = "former_root"
 """Our key in cert.json while a root is being replaced: {"cert", "key", "bridge"}. "cert" and "key" are the former root's."""
+COPY = "cert.json.before"
+"""The file beside cert.json with its content from before a command that changes it."""
 
 
 class KitBuilder(Builder):
@@ -85,12 +88,13 @@ def project_of(deployment: DeploymentConfig, sites: Path) -> dict[str, Any]:
     }
 
 
-def provision(sites: Path, folder: Path, names: Collection[str] = ()) -> Path:
+def provision(sites: Path, folder: Path, names: Collection[str] = (), renewed: Mapping[str, Any] | None = None) -> Path:
     """Make startup kits under `folder` and return their folder. `names`: by default all participants of the sites.yml.
 
     `folder`/PROJECT/state holds the project's root key, which can issue certificates. A second call keeps this key and makes
-    new kits beside the old ones. Raises ConfigError for invalid settings, and if `names` are given but `folder` holds no
-    project yet; ConsiliumError with FLARE's reason if FLARE makes no kits.
+    new kits beside the old ones. `renewed`: the state to use instead of the one in `folder`. If no kits are made, the state
+    stays as it was. Raises ConfigError for invalid settings, for a damaged state, and if `names` are given but `folder` holds
+    no project yet; ConsiliumError with FLARE's reason if FLARE makes no kits.
     """
     deployment = load_deployment(sites)
     check_names(deployment, names, sites)
@@ -110,15 +114,49 @@ def provision(sites: Path, folder: Path, names: Collection[str] = ()) -> Path:
         project = prepare_project(raw)
     except ValueError as error:
         raise ConfigError(f"{sites}: {error}") from None
-    with redirect_stderr(io.StringIO()):  # FLARE prints the traceback of an error that it also logs
-        context = Provisioner(str(folder.resolve()), prepare_builders(raw)).provision(project, logger=log)
-    if context.get(CtxKey.BUILD_ERROR):
-        raise ConsiliumError(f"{sites}: no kits were made: {' '.join(errors)}")
+    with _restore_on_failure(state):
+        if renewed is not None:
+            write_json(state, renewed)
+        with redirect_stderr(io.StringIO()):  # FLARE prints the traceback of an error that it also logs
+            context = Provisioner(str(folder.resolve()), prepare_builders(raw)).provision(project, logger=log)
+        if context.get(CtxKey.BUILD_ERROR):
+            raise ConsiliumError(f"{sites}: no kits were made: {' '.join(errors)}")
     state.chmod(0o600)
     kits = Path(context.get_result_location())
     if names and deployment.server.name not in names:
         shutil.rmtree(kits / deployment.server.name)
     return kits
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Return the content of a project's cert.json. Raises ConfigError for a damaged file, as after a power cut."""
+    try:
+        found: dict[str, Any] = read_json(path)
+    except (ValueError, RecursionError):
+        copy = path.with_name(COPY)
+        remedy = f"run `mv {copy} {path}`" if copy.is_file() else "restore it from a backup"
+        raise ConfigError(f"{path}: is damaged; {remedy}") from None
+    return found
+
+
+@contextmanager
+def _restore_on_failure(state: Path) -> Iterator[None]:
+    """Put back a project's cert.json if the block fails. FLARE overwrites it in place, so a full disk would lose the root key.
+
+    The copy is made before the block, because putting it back must not need space on the disk. Raises ConfigError.
+    """
+    if not state.is_file():
+        yield
+        return
+    read_state(state)  # a damaged file must not replace an earlier copy
+    copy = state.with_name(COPY)
+    write_atomic(copy, state.read_bytes())
+    try:
+        yield
+    except BaseException:
+        os.replace(copy, state)
+        raise
+    copy.unlink()
 
 
 def check_names(deployment: DeploymentConfig, names: Collection[str], sites: Path) -> None:

@@ -36,7 +36,7 @@ from nvflare.lighter.utils import (
 
 from consilium.config.deployment import load_deployment
 from consilium.core.errors import ConfigError
-from consilium.core.storage import read_json, write_atomic, write_json
+from consilium.core.storage import write_atomic
 from consilium.flare.kit.certificates import fingerprints, parse_fingerprint
 from consilium.flare.kit.connection_refusals import note_cause
 from consilium.flare.kit.kit_hardening import is_as_signed, is_signed
@@ -50,7 +50,7 @@ from consilium.flare.kit.kit_reader import (
     private_key_path,
 )
 from consilium.flare.kit.processes import check_stopped
-from consilium.flare.kit.provision import FORMER, ROOT, ROOT_KEY, check_names, provision
+from consilium.flare.kit.provision import FORMER, ROOT, ROOT_KEY, check_names, provision, read_state
 from consilium.report.tables import only_true
 
 OLD, NEW = "startup.old", ".startup.new"
@@ -63,8 +63,8 @@ def renew(sites: Path, folder: Path, names: Collection[str] = (), root: str = KE
     """Make kits with new keys and certificates for `names` and a new root certificate. Return the folder of the kits.
 
     `names`: all participants by default. `folder`: the output folder of `provision`. `root`: KEEP, NEW_ROOT (then kits for all
-    participants are made) or ONLY_NEW. Raises ConfigError for a name that is not in the sites.yml, for a folder without the
-    project's state, and for a root that cannot be replaced.
+    participants are made) or ONLY_NEW. If no kits are made, the project's state stays as it was. Raises ConfigError for a name
+    that is not in the sites.yml, for a folder without the project's state, and for a root that cannot be replaced.
     """
     deployment = load_deployment(sites)
     check_names(deployment, names, sites)
@@ -72,7 +72,7 @@ def renew(sites: Path, folder: Path, names: Collection[str] = (), root: str = KE
     path = folder / deployment.name / "state" / "cert.json"
     if not path.is_file():
         raise ConfigError(f"{path}: not there, so nothing can be renewed; give the folder that `consilium provision -o` made")
-    state = read_json(path)
+    state = read_state(path)
     signing = load_pem_private_key(state[ROOT_KEY].encode(), password=None)  # before anything is changed
     if root == KEEP:
         name = Identity(get_cert_common_name(x509.load_pem_x509_certificate(state[ROOT].encode())))
@@ -80,6 +80,11 @@ def renew(sites: Path, folder: Path, names: Collection[str] = (), root: str = KE
         state[ROOT] = serialize_cert(kept).decode()
     elif root == NEW_ROOT:
         state, names = start_root_key_rollover(state, deployment.valid_days), ()
+        known |= state.keys() - {
+            ROOT,
+            ROOT_KEY,
+            FORMER,
+        }  # a participant who left, and comes back, gets a certificate of this root
     elif state.pop(FORMER, None) is None:
         raise ConfigError("--root only-new: no root is followed by another here; begin with --root new")
     server = deployment.server
@@ -96,8 +101,7 @@ def renew(sites: Path, folder: Path, names: Collection[str] = (), root: str = KE
             state[name]["cert"] = serialize_cert(own).decode()
         else:
             del state[name]  # FLARE makes a key and certificate for each participant that is not in its state
-    write_json(path, state)
-    return provision(sites, folder, names)
+    return provision(sites, folder, names, state)
 
 
 def update_kit(kit: Path, new: Path, fingerprint: str = "", running: bool = False) -> list[str]:

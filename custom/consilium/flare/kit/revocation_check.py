@@ -44,6 +44,8 @@ class RevocationCheck(FLComponent):
         self._verified: dict[str, float | None] = {}
         self._logins = WeakKeyDictionary[Session, float | None]()
         """For each session, the value of `revoked_at` for its person at the login."""
+        self._readmitting = threading.Lock()
+        """Held while READMITTED is read and written: FLARE handles heartbeats in several threads."""
         self._registering = threading.local()
         """FLARE's context of the registration that this thread handles. FLARE sends a site only a cause that is in it."""
         patches.CERTIFICATE.wrap(self._check_certificate)
@@ -108,7 +110,7 @@ class RevocationCheck(FLComponent):
         if registered and self._local is not None and (until := self._verified.get(name)) is not None:
             entry = _readmission(until, token)
             # if the disk is full or READMITTED cannot be read, the site must be restarted after a restart of the server
-            with suppress(OSError):
+            with suppress(OSError), self._readmitting:
                 stored = self._readmissions()
                 if stored.get(name) != entry:
                     write_json(self._local.parent / STATE / READMITTED, stored | {name: entry})
