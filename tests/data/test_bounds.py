@@ -2,6 +2,7 @@
 
 import io
 import struct
+import time
 from pathlib import Path
 
 import nibabel
@@ -92,3 +93,11 @@ def test_values_of_json_are_counted_before_they_are_made(monkeypatch: pytest.Mon
     assert parse_json("a", "[1, 2, {}]", "cut it") == [1, 2, {}]
     with pytest.raises(DataError, match="more than 4 values"):
         parse_json("a", "[1, 2, [], 4]", "cut it")
+
+
+def test_a_key_that_occurs_twice_is_found_in_linear_time() -> None:
+    keys = ",".join(f'"k{number}": 1' for number in range(40_000))
+    began = time.perf_counter()
+    with pytest.raises(DataError, match="'k39999' occurs twice"):
+        parse_json("a.json", f'{{{keys}, "k39999": 2}}', "mend it")
+    assert time.perf_counter() - began < 5

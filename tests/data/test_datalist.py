@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from consilium.core.errors import DataError
 from consilium.data.datalist import DataList, Item, Lost, pool, read_datalist, with_challenge_splits
+from consilium.data.safe_open import path_in_any_unicode_form
 
 
 def write(folder: Path, content: object, *files: str) -> Path:
@@ -131,3 +133,10 @@ def test_a_class_may_have_a_dot(label: str, is_class: bool, tmp_path: Path) -> N
     lost: list[Lost] = []
     found = [item.label for item in read_datalist(path, None, lost).splits["training"]]
     assert found == [label] if is_class else found == [tmp_path / label] or lost[0][1].kind == "missing file"
+
+
+def test_class_names_are_not_looked_up_on_the_disk(tmp_path: Path) -> None:
+    path = write(tmp_path, {"training": [{"image": "a.png", "label": "benign"}]}, "a.png")
+    with patch("consilium.data.datalist.path_in_any_unicode_form", wraps=path_in_any_unicode_form) as looked_up:
+        read_datalist(path, None)
+    assert [call.args[1] for call in looked_up.call_args_list] == ["a.png"]

@@ -153,9 +153,10 @@ def test_a_folder_that_was_empty_is_a_volume_when_its_share_is_back(tmp_path: Pa
     assert volumes.is_volume(tmp_path / "series")
 
 
-def test_a_change_beside_a_broken_link_is_seen(tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", ["nowhere", "b"])
+def test_a_change_beside_a_broken_link_is_seen(target: str, tmp_path: Path) -> None:
     (tmp_path / "a").write_text("x")
-    (tmp_path / "b").symlink_to("nowhere")
+    (tmp_path / "b").symlink_to(target)
     before = stamp(tmp_path)
     (tmp_path / "a").write_text("xy")
     assert stamp(tmp_path) != before

@@ -56,3 +56,9 @@ def test_links_are_followed_once_and_not_in_circles(tmp_path: Path) -> None:
     (tmp_path / "root/inside").symlink_to(tmp_path / "root/b")
     found = [str(one.relative_to(tmp_path)) for one in walk_folders(tmp_path / "root")]
     assert found == ["root", "root/a", "root/a/c", "root/b"]
+
+
+def test_a_link_to_itself_is_no_folder(tmp_path: Path) -> None:
+    fill(tmp_path, "a/1.png")
+    (tmp_path / "loop").symlink_to("loop")
+    assert list(walk_folders(tmp_path)) == [tmp_path, tmp_path / "a"]

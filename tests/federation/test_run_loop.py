@@ -1,5 +1,6 @@
 """The sequence of a run over transports: what is asked in which order, and what counts of a phase that ends early."""
 
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,6 +126,30 @@ class Straggler(Federation):
         task.set_prop(REPLIED, True)  # FLARE's thread has come so far, and goes on by `deliver`
         self.deliver.append(lambda: task.result_received_cb(client_task=client_task, fl_ctx=fl_ctx))
         return None
+
+
+class Reconnecting(Federation):
+    """Site b reconnects amid a round, whose result it still sends, and answers the new hello a moment later."""
+
+    def send(self, task: Task, fl_ctx: FLContext, targets: list[str], **more: object) -> None:
+        if targets == ["b"] and task.name == Kind.TRAIN:
+            self.coordinator.forget_sites({"b"})
+        if targets == ["b"] and task.name == wire.HELLO and self.coordinator.accepted:
+            threading.Timer(0.3, super().send, [task, fl_ctx, targets]).start()
+        else:
+            super().send(task, fl_ctx, targets, **more)
+
+
+def test_a_site_that_reconnects_amid_a_round_is_in_the_next_one(tmp_path: Path) -> None:
+    names = ["a", "b"]
+    federation, fl_ctx = Reconnecting(tmp_path, dict.fromkeys(names, trained(0.01))), context(names)
+    loop = federation.sequence(fl_ctx)
+    loop.transport.register(first=True)
+    for _ in range(2):
+        loop.run_phase()
+        assert federation.coordinator.accepted == {"a", "b"}
+        loop.transport.register(first=False)
+    federation.coordinator.close()
 
 
 @pytest.mark.parametrize("final", [False, True], ids=["a round", "the final evaluation"])

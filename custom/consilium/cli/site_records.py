@@ -110,9 +110,13 @@ def sums(
     sets.
     """
     root = find_site_records(where).root
+    raise_first(
+        {
+            "--weights, --reason: only with --allow; name the hospitals there": (weights or reason) and not allow,
+            "--reason: empty; say why this sum may show what it shows": allow and not reason.strip(),
+        }
+    )
     if allow:
-        if not reason.strip():
-            raise ConfigError("--reason: empty; say why this sum may show what it shows")
         sum_ledger.allow(root, [name.strip() for name in allow.split(",")], reason, weights)
     sum_ledger.check_and_count_lines(root)
     found = sum_ledger.read(root / sum_ledger.FILE)

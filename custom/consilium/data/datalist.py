@@ -248,11 +248,13 @@ def with_affine(data: DataList, affine: NiftiAffine | None) -> DataList:
 
     None refuses files in which the two disagree.
     """
+    if affine is None:
+        return data
     splits = {
         split: tuple(replace(one, affine=affine) if isinstance(one, Item) else one for one in items)
         for split, items in data.splits.items()
     }
-    return data if affine is None else replace(data, splits=splits)
+    return replace(data, splits=splits)
 
 
 def with_job_labels(
@@ -384,9 +386,10 @@ def _read_entry(path: Path, where: str, entry: Any, classes: bool | None, annota
     _check_values(where, entry)
     label = entry.get("label")
     if isinstance(label, str) and not classes:
-        mask = path_in_any_unicode_form(path.parent, label)
-        ends_as_path = label.lower().endswith((*PICTURES, *DICOM)) or (Path(label).suffix and is_there(mask))  # 1.0 is a class
-        label = mask if classes is False or ends_as_path else label
+        is_path = classes is False or label.lower().endswith((*PICTURES, *DICOM))
+        if is_path or Path(label).suffix:  # other names need no look at the disk, which takes long for many samples
+            mask = path_in_any_unicode_form(path.parent, label)
+            label = mask if is_path or is_there(mask) else label  # 1.0 is a class
     patient, study = (pseudonym(read_identifier(where, entry, key)) for key in ("patient", "study"))
     known = annotated if entry.get("annotated") is None else entry["annotated"]
     found = Item(

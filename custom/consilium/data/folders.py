@@ -132,8 +132,10 @@ def _class_folders(folder: Path) -> list[tuple[str, Path]]:
 
 def subfolders(folder: Path) -> list[Path]:
     """Return the folders in a folder, sorted by name, without hidden ones."""
-    with os.scandir(folder) as entries:  # unlike Path.is_dir, it asks the disk once for all entries
-        return sorted(folder / entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+    with os.scandir(folder) as entries:  # unlike Path.is_dir, it asks the disk once for all entries but links
+        found = [one for one in entries if not one.name.startswith(".")]
+        # os.path.isdir has no error for a link to itself
+        return sorted(folder / one.name for one in found if (os.path.isdir(one) if one.is_symlink() else one.is_dir()))
 
 
 def walk_folders(root: Path) -> Iterator[Path]:

@@ -14,6 +14,7 @@ import struct
 import unicodedata
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -148,7 +149,8 @@ def stamp(path: Path) -> Stamp:
             found = [path.stat()]
         else:
             with os.scandir(path) as entries:
-                found = [entry.stat() for entry in entries if entry.is_file()]  # a broken link is no file
+                # a broken link is no file; os.path.isfile has no error for a link to itself
+                found = [one.stat() for one in entries if one.is_file(follow_symlinks=False) or os.path.isfile(one)]
     except (OSError, ValueError):
         return ()
     return tuple(sorted((one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found))
@@ -224,8 +226,8 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object. Raises ValueError for a key that occurs twice, of which Python would keep the last one's value."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice in one object")
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {twice!r} occurs twice in one object")
     return found
 
 

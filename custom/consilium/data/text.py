@@ -123,8 +123,9 @@ def other_formats(folder: Path) -> str:
 
     The file is in the folder, or in one of its subfolders.
     """
-    paths = sorted(path for pattern in ("[!.]*", "[!.]*/[!.]*") for path in folder.glob(pattern) if path.is_file())
-    found = next((path for path in paths if re.match(r"train(ing)?\b", path.name) and path.name not in FILES["training"]), None)
+    paths = (path for pattern in ("[!.]*", "[!.]*/[!.]*") for path in folder.glob(pattern))
+    named = (path for path in paths if re.match(r"train(ing)?\b", path.name) and path.name not in FILES["training"])
+    found = min((path for path in named if path.is_file()), default=None)
     return f"{shown(found.relative_to(folder), 120)!r} is not read: write its records as training.jsonl, or " if found else ""
 
 

@@ -17,7 +17,10 @@ class Transport(Protocol):
     """How the server reaches the sites. A site that gives no usable answer is refused at the coordinator."""
 
     def register(self, first: bool) -> None:
-        """Send a hello to every new site, and welcome those that reply. `first`: wait until there are enough of them."""
+        """Send a hello to every new site, and welcome those that reply.
+
+        `first`: wait until there are enough of them. Otherwise wait for sites that have reconnected since they were asked.
+        """
 
     def ask(self, kind: Kind, messages: Mapping[str, Asked | None], take: Take, enough: Callable[[], bool]) -> None:
         """Send each named site its message, if it needs one, and hand the answers to `take` as they come.

@@ -223,6 +223,13 @@ def test_an_allowed_weights_rule_is_one_that_a_refusal_names(rule: str, tmp_path
         sum_ledger.allow(tmp_path, FOUR, "agreed", rule)
 
 
+@pytest.mark.parametrize("option", ["--weights", "--reason"])
+def test_options_of_an_allowed_set_need_the_set(option: str, tmp_path: Path) -> None:
+    (tmp_path / "site.yaml").write_text("{}")
+    result = CliRunner().invoke(app, ["privacy", "sums", str(tmp_path / "site.yaml"), option, "uniform"])
+    assert "--weights, --reason: only with --allow" in str(result.exception)
+
+
 def test_an_epsilon_without_noise_worth_the_name_is_refused() -> None:
     """Epsilon 1000 over one release asks for noise of 0.02 of the clip: masked sums would count as noisy and be forgotten."""
     noise = {name: value for name, value in NOISE.items() if name != "noise_multiplier"}

@@ -40,7 +40,7 @@ REPLIED = "consilium_replied"
 QUICK = ("confirm", "reveal", "cancel")
 """Steps of secure aggregation that take a site less than a second."""
 QUICK_GRACE = 10.0
-"""Seconds that a site has for such a step once enough other sites have replied."""
+"""Seconds that a site has for such a step, or to register again, once enough other sites have replied."""
 OnResult = Callable[[str, Shareable], None]
 """A function that takes a site's name and its result. If it raises RefusedError, the result is refused."""
 
@@ -119,9 +119,10 @@ class FlareTransport:
         """See Transport."""
         self._stop_if_aborted()
         sent, c = self.send_hellos(), self.coordinator
-        if first:
-            self.wait_for(sent, lambda: len(c.trainers) >= c.quorum)
-            self._stop_if_aborted()
+        if not first:  # a site that reconnected amid the phase has still answered, and registers again in a moment
+            sent = {name: task for name, task in sent.items() if name in c.accepted}
+        self.wait_for(sent, lambda: len(c.trainers) >= c.quorum, None if first else QUICK_GRACE)
+        self._stop_if_aborted()
 
     def send_hellos(self, fl_ctx: FLContext | None = None) -> dict[str, Task]:
         """Send a hello to each unregistered client without a pending hello. Return the tasks of all pending hellos.
