@@ -68,6 +68,7 @@ NOT_RUN = {
         "mkdir -p -m 700 /etc/credstore.encrypted",
         "consilium stop KIT",
         "consilium approve JOB",
+        "consilium approve jobs/quickstart",
         "consilium approve --revoke DIGEST",
         "consilium audit KIT",
     ],
