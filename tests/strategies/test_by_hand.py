@@ -82,13 +82,13 @@ def test_hetlora_weighs_by_the_norm_of_the_product_and_pads_with_zeros() -> None
     assert after[B].tolist() == [[2.25, 0.0], [0.0, 0.25]]
 
 
-def test_hetlora_keeps_ranks_that_no_site_of_the_round_has() -> None:
-    """A round of a site of rank 1 alone leaves rank 2 as it was, so that a site of rank 2 can train it later."""
+def test_hetlora_sets_ranks_that_no_site_of_the_round_has_to_0() -> None:
+    """The padded mean of a site of rank 1 alone: rank 2 is 0 in both factors, as its docstring warns."""
     strategy, start = HetLoRA(tiers=EACH, profile={"all": 1.0}), {A: torch.eye(2), B: torch.zeros(2, 2)}
     sent = Payload(0, 0, {A: matrix((1.0, 0.0)), B: torch.zeros(2, 1)})
     update = {A: matrix((1.0, 4.0)), B: matrix((3.0,), (0.0,))}
     after = strategy.aggregate(ServerState(0, 0, start, {}), {"a": result(sent, SiteInfo("a", 1), update)}).shared
-    assert after[A].tolist() == [[2.0, 4.0], [0.0, 1.0]]
+    assert after[A].tolist() == [[2.0, 4.0], [0.0, 0.0]]
     assert after[B].tolist() == [[3.0, 0.0], [0.0, 0.0]]
 
 

@@ -5,8 +5,8 @@ w_i = ||B_i A_i||_F / sum_j ||B_j A_j||_F over all layers together. A site recei
 prune_weight * sum ||B[:, g r:]||_F ||A[g r:, :]||_F. If that sum shrank in the round, the site's next rank is g r.
 The weights multiply both factors, so a product has the squared weight. This is the paper's rule.
 
-Our reading: ranks beyond those of all sites in a round keep their values. The mean of zeros would be 0 in both factors, and
-such a rank never learns again.
+By this rule, ranks that no site of a round has become 0 in both factors, and never learn again. So with
+`federation.fraction_train`, or absent sites, the largest ranks may be lost.
 
 Source: Y. J. Cho, L. Liu, Z. Xu, A. Fahrezi, G. Joshi, "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation
 Models", EMNLP 2024, arXiv 2401.06432.
@@ -68,11 +68,9 @@ class HetLoRA(UnequalRanks):
         share = {name: norm / total for name, norm in norms.items()} if total > 0 else shares(results)
         shared = mean_non_lora_tensors(state, results, shares(results))
         for layer in shapes(state.shared):
-            b, a = (one.to(torch.float64, copy=True) for one in factors(state.shared, layer))
-            products = {name: factors(end, layer) for name, end in ends.items()}
-            most = max(len(own_a) for _, own_a in products.values())
-            b[:, :most], a[:most] = 0.0, 0.0
-            for name, (own_b, own_a) in products.items():
+            b, a = (torch.zeros_like(one, dtype=torch.float64) for one in factors(state.shared, layer))
+            for name, end in ends.items():
+                own_b, own_a = factors(end, layer)
                 b[:, : own_b.shape[1]] += share[name] * own_b.double()
                 a[: len(own_a)] += share[name] * own_a.double()
             shared |= pair(layer, (b.float(), a.float()))
