@@ -55,7 +55,7 @@ def _equal_environment() -> None:
 def _equal_work_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Draw equal phantoms, check a private key and look a package up once a process: they depend on their arguments alone.
 
-    Nothing waits until the disk has written, because nobody cuts the power. Nothing collects garbage after a message.
+    Files are not flushed to the disk, which matters only in a power cut. No garbage is collected after a message.
     """
     draw, drawn = site_data.make_phantoms, dict[str, Path]()
 

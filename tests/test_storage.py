@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import patch
 
@@ -99,7 +100,7 @@ def test_a_hash_of_nothing_is_an_error(tmp_path: Path) -> None:
 def test_what_a_process_left_half_written_is_swept_when_it_is_gone(tmp_path: Path) -> None:
     """A living process' own file stays; one of its number from before it began, as in a container, does not."""
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True)
-    names = [".state.safetensors." + ended.stdout.strip(), f".job.yaml.{os.getpid()}", f".metrics.jsonl.{os.getpid()}"]
+    names = [".state.safetensors." + ended.stdout.strip(), f".job.yaml.{os.getpid()}", f".metrics.jsonl-1.{os.getpid()}"]
     kept = ["state.safetensors", ".lock", ".hidden", f"job.yaml.{os.getpid()}"]
     (tmp_path / "run").mkdir()
     for name in [*names, *kept]:
@@ -107,6 +108,14 @@ def test_what_a_process_left_half_written_is_swept_when_it_is_gone(tmp_path: Pat
     os.utime(tmp_path / "run" / names[1], (1, 1))
     assert {p.name for p in sweep(tmp_path)} == set(names[:2])
     assert {p.name for p in (tmp_path / "run").iterdir()} == {names[2], *kept}
+
+
+def test_threads_that_write_one_file_do_not_meet_in_a_temporary_one(tmp_path: Path) -> None:
+    contents = [bytes([number]) * 100_000 for number in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda one: [write_atomic(tmp_path / "state", one) for _ in range(20)], contents))
+    assert (tmp_path / "state").read_bytes() in contents
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
 
 
 def test_a_lock_is_released_by_any_thread_and_never_waited_for_by_a_name_alone(tmp_path: Path) -> None:

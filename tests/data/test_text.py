@@ -101,7 +101,7 @@ def test_a_record_that_needs_no_answer_may_have_any(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["training.jsonl.gz", "training.json", "train-00000-of-00001.parquet", "train.csv"])
 def test_a_training_file_of_another_format_is_named(name: str, tmp_path: Path) -> None:
-    """As the Hub ships them. The same is said of a folder of sites."""
+    """The formats of data sets on the Hub. The message is the same for a site's folder and for a folder of sites."""
     (tmp_path / "ward").mkdir()
     (tmp_path / "ward" / name).write_bytes(b"")
     said = "is not read: write its records as training.jsonl, or"

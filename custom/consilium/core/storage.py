@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -93,7 +94,7 @@ def write_atomic(path: Path, data: bytes, mode: int = PRIVATE) -> None:
     also survives a power cut: a site that forgets an answer that has left could give a second one.
     """
     make_private_folder(path.parent) if mode == PRIVATE else path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}-{threading.get_ident()}.{os.getpid()}")  # another thread may write the file, too
     temporary.unlink(missing_ok=True)  # left by an earlier process with the same id
     try:
         with name_path_in_errors(path), open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:

@@ -5,6 +5,7 @@ So nobody who comes in over the network as somebody else reads it either.
 
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,9 +89,10 @@ def test_what_a_former_version_left_open_is_closed_at_the_next_run(tmp_path: Pat
 
 def test_a_file_is_never_open_while_it_is_written(tmp_path: Path) -> None:
     """A mode that is set after writing leaves a moment; an old temporary file would lend its mode."""
-    (tmp_path / f".state.{os.getpid()}").touch(0o666)
-    (tmp_path / f".state.{os.getpid()}").chmod(0o666)
+    (left := tmp_path / f".state-{threading.get_ident()}.{os.getpid()}").touch(0o666)
+    left.chmod(0o666)
     write_atomic(tmp_path / "state", b"x")
     assert (tmp_path / "state").stat().st_mode & 0o777 == 0o600
+    assert not left.exists()
     write_atomic(tmp_path / "datalist.json", b"{}", PUBLIC)
     assert (tmp_path / "datalist.json").stat().st_mode & 0o777 == 0o644

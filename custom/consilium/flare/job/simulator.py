@@ -178,7 +178,7 @@ def _read_events(folder: Path, process: subprocess.Popen) -> Iterator[dict]:
 
 
 def _version(path: Path) -> tuple[int, int] | None:
-    """Return what tells a file from the one that it has replaced; None if there is no file."""
+    """Return the inode and time of writing of a file, which change when another file replaces it; None without a file."""
     return (path.stat().st_ino, path.stat().st_mtime_ns) if path.is_file() else None
 
 

@@ -141,8 +141,8 @@ def note_connection_refusal(kit: Path) -> bool:
 def note_no_answer(kit: Path) -> None:
     """Log why the server answers no heartbeat: its refusal of a certificate, or else another copy of the kit.
 
-    Of two copies, FLARE's server answers the one that registered last, and closes each connection for the other's. An
-    unreachable server is left out, because FLARE logs it.
+    If two copies of a kit run, FLARE's server answers only the copy that registered last. Nothing is logged if the server
+    cannot be reached, because FLARE logs that.
     """
     if note_connection_refusal(kit):
         return

@@ -192,7 +192,8 @@ def roster_keys(
 
 # simulated identities --------------------------------------------------------------------------------------------------
 # A simulation makes a root certificate and the sites' keys itself, for one run on one machine. The protocol is the
-# same as with real keys, but these protect nobody. They stay in the run's folder until the run ends, for a resumed run.
+# same as with real keys, but keys that one machine makes for all sites protect nobody. They stay in the run's folder until the
+# run ends, so that a resumed run has them.
 
 FOLDER = "identities"
 ROOT, SERVER = "simulation", "server"
