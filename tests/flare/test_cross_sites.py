@@ -200,6 +200,9 @@ def test_sites_refuse_to_share_models(hospitals: Path, tmp_path: Path) -> None:
         guard.authorize(Kind.EVALUATE, "r", again)
     with pytest.raises(RefusedError, match="had another model before"):
         guard.authorize(Kind.EVALUATE, "r", other)
+    next(tmp_path.rglob("scored.json")).write_text("[")
+    with pytest.raises(RefusedError, match=r"scored\.json: cannot be read"):
+        guard.authorize(Kind.EVALUATE, "r", one)
     with pytest.raises(RefusedError, match="its model stays here"):
         gate(hospitals, tmp_path / "keeps", "keeps").authorize(Kind.MODEL, "r")
     numbers = {"scaling": 1.0, "share": 0.0}

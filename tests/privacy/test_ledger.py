@@ -225,14 +225,15 @@ def test_a_known_release_on_other_terms_is_refused(unit: str, change: dict, tmp_
         ledger.charge_once(replace(one, count=0, digest="bb"), {})
 
 
-@pytest.mark.parametrize("change", ["job = x'00ff'", "dataset = x'00ff'", "clip = 'much'"])
+@pytest.mark.parametrize("change", ["job", "dataset", "trust", "adjacency", "digest", "time", "clip"])
 def test_a_value_of_another_kind_is_refused_in_a_line(change: str, tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     Ledger(path).charge_once(ONE, BUDGET)
     with sqlite3.connect(path) as db:
-        db.execute(f"UPDATE releases SET {change}")
-    with pytest.raises(RefusedError, match=r"row 1 .*(version|altered)"):
-        Ledger(path).rows()
+        db.execute(f"UPDATE releases SET {change} = x'00ff'")
+    for read in (Ledger(path).rows, Ledger(path).reseal):
+        with pytest.raises(RefusedError, match=r"row 1 .* none of this version"):
+            read()
 
 
 def test_a_file_that_a_kill_left_empty_is_a_ledger_without_rows(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from collections import defaultdict
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from consilium.config.job import JobConfig
 from consilium.core.errors import Reason, RefusedError
 from consilium.data.stats import LENGTHS, SIZES, SPACING, Tally, grey_bin_names
+from consilium.privacy import disclosure_control
 from consilium.privacy.disclosure_control import (
     Terms,
     answer_once,
@@ -177,6 +179,10 @@ def test_one_answer_a_data_set(tmp_path: Path) -> None:
     assert answer_once(tmp_path, "ward-9", config(bins=8, minimum=11), more, Terms())["minimum"] == 11
     (kept,) = (p for p in (tmp_path / "statistics").glob("*.json") if p.read_text().count('"samples": 20'))
     assert kept.stat().st_mode & 0o077 == 0
+    full = patch.object(disclosure_control, "write_json", side_effect=OSError(28, "No space left"))
+    with full, pytest.raises(RefusedError, match=r"cannot be written .*make room") as caught:
+        answer_once(tmp_path, "ward-10", config(), more, Terms())
+    assert caught.value.reason is Reason.LEDGER
     kept.write_text("{")
     with pytest.raises(RefusedError, match="cannot be read"):
         answer_once(tmp_path, "ward-7", config(), more, Terms())

@@ -16,8 +16,9 @@ LONGEST_LINE = 4000
 """The largest number of characters of a printed line."""
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 """Unicode categories without a visible shape: control, format (text direction), surrogate, private, unassigned, line ends."""
-_FILLERS = frozenset("\u115f\u1160\u2800\u3164\uffa0")
-"""Letters and signs without a shape: fillers of Hangul, and the empty pattern of Braille."""
+INVISIBLE = frozenset({*"\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0", *map(chr, range(0x180B, 0x1810))})
+INVISIBLE |= {*map(chr, range(0xFE00, 0xFE10)), *map(chr, range(0xE0100, 0xE01F0))}
+"""Characters of other categories without a shape: fillers, joiners and variation selectors."""
 _MARKDOWN = {c: f"\\{c}" for c in "\\|`#[]*~!$"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;"}
 
 
@@ -30,7 +31,7 @@ def shown(text: object, limit: int = LIMIT) -> str:
     visible = ""
     for character in whole[:limit]:
         category = unicodedata.category(character)
-        if category in _HIDDEN or character in _FILLERS:
+        if category in _HIDDEN or character in INVISIBLE:
             visible += character.encode("unicode_escape", "surrogatepass").decode("ascii")
         else:
             visible += " " if category == "Zs" else character

@@ -125,7 +125,7 @@ def read_yaml(path: Path | zipfile.Path) -> Any:
         return yaml.load(text, Loader)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); give an existing file") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, a date in month 13, a number of 5,000 digits
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:  # not UTF-8, a date in month 13, `!!bool maybe`
         raise ConfigError(f"{path}: not valid YAML ({' '.join(str(error).split())[:300]}); fix the line named") from None
 
 

@@ -17,13 +17,11 @@ from typing import Any, TypeVar
 
 from consilium.core.errors import DataError
 from consilium.core.grouping import group_by_key
+from consilium.core.sanitize import INVISIBLE
 
 S = TypeVar("S")
 ALIKE = "patients whose identifiers differ by case, punctuation or leading zeros alone"
 """How checks and logs describe such patients."""
-_INVISIBLE = frozenset({0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 0xFFA0, *range(0x180B, 0x1810)})
-_INVISIBLE |= {*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)}
-"""Invisible code points other than Unicode's control (Cc) and format (Cf) characters: fillers and variation selectors."""
 _APART = "~"
 _LEADING = re.compile(r"(?<!\d)0+(?=\d)")
 _log = logging.getLogger(__name__)
@@ -46,7 +44,7 @@ def canonical_spelling(identifier: str) -> str:
 
 
 def _is_invisible(character: str) -> bool:
-    return unicodedata.category(character) in ("Cc", "Cf") or ord(character) in _INVISIBLE
+    return unicodedata.category(character) in ("Cc", "Cf") or character in INVISIBLE
 
 
 def check_identifier(where: str, key: str, value: str) -> str:

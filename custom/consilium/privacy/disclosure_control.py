@@ -25,7 +25,7 @@ from pydantic import Field, ValidationError
 from consilium.config.job import JobConfig
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.schema import Section
-from consilium.core.storage import lock_folder, read_json, write_json
+from consilium.core.storage import lock_folder, read_json, refuse_if_unwritable, write_json
 from consilium.data.settings import PictureSettings
 from consilium.data.stats import Tally, class_cells, grey_bin_names
 
@@ -137,7 +137,7 @@ def answer_once(
     `list_path`: the path of the data list, the former name of the data set; an answer stored under it stays valid. Raises
     RefusedError if a different question was answered before, or the stored answer cannot be read.
     """
-    with lock_folder(folder / FOLDER):
+    with refuse_if_unwritable(folder / FOLDER), lock_folder(folder / FOLDER):
         dataset = _stored_name(folder, dataset, list_path)
         if (found := _read_stored_answer(folder, dataset, config)) is None:
             least = max(terms.minimum, config.statistics.minimum if config.statistics else 0)

@@ -25,7 +25,7 @@ from typing import Any
 
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.grouping import group_by_key
-from consilium.core.storage import make_private_folder, open_private
+from consilium.core.storage import make_private_folder, open_private, refuse_if_unwritable
 from consilium.privacy.accounting import UNITS, Budgets, Entry, epsilon_for, weakest
 from consilium.privacy.audit_log import FILE, AuditLog, Line, lines
 from consilium.privacy.secagg import sum_ledger
@@ -42,6 +42,9 @@ _STEP, _STEPS = 10_000, 10**7
 """SQLite's virtual machine may take _STEPS steps plus 4 per byte of the file. The limit is checked every _STEP steps."""
 _LONGEST = 2**20
 """The largest size in bytes of a row, or of a table definition in the file."""
+_NUMBERS = frozenset(field.name for field in fields(Entry) if field.type in (int, float, bool))
+_MACHINE = tuple(f"SQLITE_{kind}" for kind in ("BUSY", "LOCKED", "FULL", "READONLY", "IOERR", "CANTOPEN", "PERM", "NOMEM"))
+"""How SQLite's names of errors begin that say nothing about the content of the file."""
 _INSERT = f"INSERT INTO releases (time, {', '.join(COLUMNS)}, seal) VALUES (?{', ?' * (len(COLUMNS) + 1)})"
 
 
@@ -92,8 +95,9 @@ class Ledger:
         with self._write_transaction() as db:
             sealed = self._check_last_row(_read_rows(db, self.path))
             rows = [row for _, row, _ in sealed if row.dataset == entry.dataset]
-            if new := _check_new_rows(rows, [entry], budgets):
-                self._last = _insert(db, entry, self._last, time.time())
+            new = _check_new_rows(rows, [entry], budgets)
+            last = _insert(db, entry, self._last, time.time()) if new else self._last
+        self._last = last  # after the transaction, which may fail to its very end
         return new
 
     def reseal(self) -> int:
@@ -128,8 +132,9 @@ class Ledger:
     @contextmanager
     def _write_transaction(self) -> Iterator[sqlite3.Connection]:
         """Open the file, created if needed, for one transaction: no other process writes until the block ends."""
-        make_private_folder(self.path.parent)
-        open_private(self.path.resolve(), "a").close()
+        with refuse_if_unwritable(self.path):
+            make_private_folder(self.path.parent)
+            open_private(self.path.resolve(), "a").close()
         with self._connect() as db:
             db.execute("BEGIN IMMEDIATE")
             db.execute(_CREATE)
@@ -142,8 +147,6 @@ class Ledger:
     def _connect(self) -> Iterator[sqlite3.Connection]:
         """Open the file. Raises RefusedError for any error of SQLite, because nothing may leave without a ledger."""
         try:
-            if not self.path.exists():
-                open_private(self.path.resolve(), "a").close()
             with closing(sqlite3.connect(self.path, timeout=60, isolation_level=None)) as db:
                 _check_plain(db, self.path)  # before any statement that reads the definitions in the file
                 # A committed row survives a power cut. With FULL, the default, it could be rolled back, because the deletion of
@@ -151,9 +154,14 @@ class Ledger:
                 db.execute("PRAGMA synchronous = EXTRA")
                 yield db
         except sqlite3.Error as error:
+            remedy = "make room, or end the program that uses it" if _is_of_machine(error) else "restore it"
             raise RefusedError(
-                f"{self.path}: the privacy ledger cannot be used ({error}); nothing was sent; restore it", Reason.LEDGER
+                f"{self.path}: the privacy ledger cannot be used ({error}); nothing was sent; {remedy}", Reason.LEDGER
             ) from None
+
+
+def _is_of_machine(error: BaseException | None) -> bool:
+    return str(getattr(error, "sqlite_errorname", "")).startswith(_MACHINE)
 
 
 def _check_plain(db: sqlite3.Connection, path: Path) -> None:
@@ -188,11 +196,9 @@ def _read_rows(db: sqlite3.Connection, path: Path, whole: bool = True) -> list[S
     rows = db.execute(f"SELECT time, {', '.join(columns)}, seal FROM releases ORDER BY rowid")
     for number, (when, *values, seal) in enumerate(rows, start=1):
         row = dict(zip(columns, values, strict=True))
-        numbers = [row[name] for name in ("round", "phase", "noise_multiplier", "sample_rate", "count", "clip", "private")]
-        texts = [row[name] for name in ("run", "job", "dataset", "unit", LATER) if row.get(name) is not None]
-        right = all(isinstance(value, int | float) for value in numbers) and all(isinstance(value, str) for value in texts)
-        right = right and min(row["count"], row["noise_multiplier"]) >= 0 <= row["sample_rate"] <= 1  # no row lowers the cost
-        if row["unit"] not in UNITS or not right:
+        right = all(isinstance(value, int | float if name in _NUMBERS else str) for name, value in row.items())
+        right = right and isinstance(when, float) and row["unit"] in UNITS and 0 <= row["noise_multiplier"] <= 1e100
+        if not right or row["count"] < 0 or not 0 <= row["sample_rate"] <= 1:  # no row lowers the cost
             raise RefusedError(
                 f"{path}: row {number} of the privacy ledger is none of this version; nothing was sent", Reason.LEDGER
             )
@@ -351,8 +357,8 @@ def accept(records: Path, ledger: Ledger, reason: str, received_seals: Collectio
     try:
         changed = ledger.reseal()
     except RefusedError as error:
-        if getattr(error.__context__, "sqlite_errorname", "") == "SQLITE_BUSY":
-            raise  # a job is writing to it, so it is a valid ledger
+        if _is_of_machine(error.__context__):
+            raise  # it may be a valid ledger: a job is writing to it, or the disk is full
         ledger.path.unlink(missing_ok=True)
         changed = ledger.reseal()
     lost = sorted({seal for _, seal in _lost_seals(records, ledger)} | (set(received_seals) - {*ledger.seals()}))

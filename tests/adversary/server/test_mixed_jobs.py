@@ -69,10 +69,11 @@ def test_a_word_that_data_decide_is_final_and_paid_for(privacy: dict, client: Ma
     assert wire.reason_of(site.ask("train", site.task(1))) is None  # the next round is another question
 
 
-def test_a_failed_evaluation_looks_like_any_other_where_scores_stay(client: MakeClient) -> None:
+@pytest.mark.parametrize("privacy", [SITE_LEVEL, None])
+def test_a_failed_evaluation_looks_like_any_other_where_scores_stay(privacy: dict | None, client: MakeClient) -> None:
     answers = []
     for fails in (False, True):
-        site = client(SITE_LEVEL, folder=f"{fails}", site={"share_metrics": False})
+        site = client(privacy, folder=f"{fails}", site={"share_metrics": False})
         with _failing(site.trainer, RefusedError("NaN") if fails else None, "evaluate"):
             answers.append(wire.decode(site.ask("evaluate", site.task(2, 0))))
     assert answers[0] == answers[1]

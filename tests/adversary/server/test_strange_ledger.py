@@ -51,9 +51,12 @@ def test_a_ledger_of_something_other_than_its_table(script: str, tmp_path: Path)
             use()
 
 
-@pytest.mark.parametrize("wrong", [{"count": -5}, {"sample_rate": 5.0}, {"sample_rate": -0.5}], ids=str)
+WRONG = [{"count": -5}, {"sample_rate": 5.0}, {"sample_rate": -0.5}, {"noise_multiplier": 1e200}, {"trust": 5}]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_a_row_with_a_cost_that_no_release_has(wrong: dict[str, float], tmp_path: Path) -> None:
-    """Minus five releases would lower the epsilon of the others."""
+    """Minus five releases would lower the epsilon of the others. Other values ended `privacy ledger` with a traceback."""
     ledger = Ledger(tmp_path / "ledger.sqlite")
     assert ledger.charge_once(replace(ONE, **wrong), {})
     with pytest.raises(RefusedError, match="row 1 of the privacy ledger is none of this version"):

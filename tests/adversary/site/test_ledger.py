@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from consilium.cli.main import app
-from consilium.core.errors import ConsiliumError, RefusedError
+from consilium.core.errors import ConsiliumError, Reason, RefusedError
 from consilium.privacy import audit_log, ledger as recovery
 from consilium.privacy.accounting import Entry
 from consilium.privacy.ledger import Ledger
@@ -169,14 +170,42 @@ def test_what_two_acceptances_of_one_second_keep_stays(ledger: Ledger, tmp_path:
     assert [one.read_text() for one in kept] == ["first", "first", "second", "second"]
 
 
-def test_accepting_while_a_job_writes_loses_no_row(ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ledger that is only busy was taken for a broken one and replaced by an empty file."""
-    before = ledger.entries()
-    connect = sqlite3.connect
-    monkeypatch.setattr(sqlite3, "connect", lambda path, **options: connect(path, **options | {"timeout": 0.1}))
+@pytest.mark.parametrize("trouble", ["locked", "readonly"])
+def test_accepting_a_ledger_that_cannot_be_written_now_loses_no_row(
+    trouble: str, ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole ledger was taken for a broken one and replaced by an empty file."""
+    before, connect = ledger.entries(), sqlite3.connect
+    mode = "?mode=ro" if trouble == "readonly" else ""
+
+    def changed(path: Path, **options: Any) -> sqlite3.Connection:
+        return connect(f"file:{path}{mode}", uri=True, **options | {"timeout": 0.1})
+
+    monkeypatch.setattr(sqlite3, "connect", changed)
     writer = connect(ledger.path, isolation_level=None)
     writer.execute("BEGIN IMMEDIATE")
-    with pytest.raises(RefusedError, match="locked"):
+    with pytest.raises(RefusedError, match=f"{trouble}.*; make room, or end the program that uses it"):
         recovery.accept(tmp_path, Ledger(ledger.path), "tidying up")
     writer.close()
     assert Ledger(ledger.path).entries() == before
+
+
+def test_a_row_whose_commit_fails_is_none(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From then on the process missed that row, and refused all that followed."""
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda path, **options: connect(path, **options | {"timeout": 0.1}))
+    reader = connect(ledger.path, isolation_level=None)
+    reader.execute("BEGIN")
+    reader.execute("SELECT * FROM releases").fetchall()
+    with pytest.raises(RefusedError, match=r"locked.*end the program that uses it"):
+        ledger.charge_once(replace(ONE, round=3), {})
+    reader.close()
+    assert ledger.charge_once(replace(ONE, round=3), {})
+    assert len(ledger.entries()) == 4
+
+
+def test_a_ledger_in_a_place_without_folders_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RefusedError, match=r"file/l\.sqlite: cannot be written") as refused:
+        Ledger(tmp_path / "file" / "l.sqlite").charge_once(ONE, {})
+    assert refused.value.reason is Reason.LEDGER

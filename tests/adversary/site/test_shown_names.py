@@ -61,7 +61,7 @@ def test_the_functions_that_clean() -> None:
     assert shown("Ärztin 1, 北京 (ok)") == "Ärztin 1, 北京 (ok)"
     assert shown("a\x1b[0m\tb\udc80") == r"a\x1b[0m\tb\udc80"
     assert shown("a\u00a0b\u3000c\u2007d") == "a b c d"
-    assert shown("a\u3164\uffa0b\u2800") == r"a\u3164\uffa0b\u2800"
+    assert shown("a\u3164\uffa0b\u2800\u034f\ufe0f") == r"a\u3164\uffa0b\u2800\u034f\ufe0f"
     assert shown("x" * 10**7, 10) == "xxxxxxxxxx... (10000000 characters)"
     assert markdown_cell("a|b`c`<i>#[d](e)\\&\n") == r"a\|b\`c\`&lt;i&gt;\#\[d\](e)\\&amp;" + "\\\\n"
     assert tensorboard_tag("../../x/\x1b/.y") == "_/_/x/_x1b/_y"

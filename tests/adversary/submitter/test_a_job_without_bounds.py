@@ -136,6 +136,9 @@ BOMBS = {
     "base 60": ("a: " + "59:" * 300_000 + "59", "characters, over 4096"),
     "a day that is none": ("a: 2001-99-99", "month must be"),
     "no text": (b"\xff\xfe\x00a", "not valid YAML"),
+    "a number without digits": ("a: !!int ''", "not valid YAML"),
+    "a time that is none": ("a: !!timestamp soon", "not valid YAML"),
+    "neither true nor false": ("a: !!bool maybe", "not valid YAML"),
     "objects": ("a: !!python/object/apply:os.system [id]", "could not determine a constructor"),
 }
 

@@ -1,9 +1,11 @@
 """Who may be in a roster: every certificate that FLARE's own check of a chain would take and a sum must not."""
 
+import ssl
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
@@ -29,6 +31,11 @@ def test_a_sites_certificate_is_taken_with_the_role_of_either_kind_of_kit(
     assert identities["a"].certified_key("b", made(keys, role=role)).public_numbers() == keys["b"].public_key().public_numbers()
 
 
+def of_version_6(pem: str) -> str:
+    raw = x509.load_pem_x509_certificate(pem.encode()).public_bytes(serialization.Encoding.DER)
+    return ssl.DER_cert_to_PEM_cert(raw.replace(bytes.fromhex("a003020102"), bytes.fromhex("a003020105"), 1))
+
+
 FORGED: dict[str, tuple[Callable[[Keys], str], str]] = {
     "an administrator's": (lambda k: made(k, role="project_admin"), "is that of a 'project_admin', no site's"),
     "a lead's": (lambda k: made(k, role="lead"), "no site's"),
@@ -39,6 +46,7 @@ FORGED: dict[str, tuple[Callable[[Keys], str], str]] = {
     "out of date": (lambda k: made(k, days=(-10, -1)), "is not valid now"),
     "not yet": (lambda k: made(k, days=(1, 2)), "is not valid now"),
     "another name": (lambda k: made(k, name="c"), "is of another name"),
+    "of a version to come": (lambda k: of_version_6(made(k)), "or is not a certificate"),
     "no certificate": (lambda k: "hello", "or is not a certificate"),
     "the root's key": (
         lambda k: pem_of(certificate_for("b", k["root"].public_key(), "hub", k["root"])),

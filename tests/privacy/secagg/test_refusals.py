@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from consilium.config.privacy import SiteLevelDpConfig, SitePartnersConfig
 from consilium.core.errors import Reason, RefusedError
 from consilium.privacy.guard.masking import Masking
 from consilium.privacy.plan import plan_of_releases
-from consilium.privacy.secagg import sealing
+from consilium.privacy.secagg import client, sealing
 from consilium.privacy.secagg.certificates import Identity, certificate_for, pem_of
 from consilium.privacy.secagg.client import FILE, SiteRecord
 from consilium.privacy.secagg.sealing import canonical_json, sign
@@ -72,6 +73,15 @@ def test_the_server_takes_no_shares_or_cancellations_that_are_none(net: Net) -> 
     with pytest.raises(RefusedError, match="cancellation"):
         attempt.take_cancelled("a", forged)
     assert canonical_json(swapped) != canonical_json(found["shares"])
+
+
+def test_a_full_disk_is_named_and_the_question_can_be_asked_again(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as full:
+        full.setattr(client, "write_json", Mock(side_effect=OSError(28, "No space left")))
+        with pytest.raises(RefusedError, match=r"masks\.json: cannot be written \(No space left\).*make room") as refused:
+            net.parties["a"].answer(HELLO)
+    assert refused.value.reason is Reason.LEDGER
+    net.prepare(net.begin())
 
 
 ODD: dict[str, Any] = {"no UTF-8": "\ud800" * 64, "a number": 7.5, "a list": [], "another text": "00"}

@@ -295,7 +295,7 @@ class Guard:
             with lock_folder(self.folder / task.run):
                 answer = self.replay.refuse(task, reason)
                 return answer if isinstance(answer, Reason) else (task, self._finalize_release(task, answer))
-        if self.replay and task is not None and task.kind is Kind.EVALUATE and not self.share_metrics:
+        if task is not None and task.kind is Kind.EVALUATE and not self.share_metrics:
             empty = self._record_scores(task, {})
             with suppress(RefusedError):  # a full disk must not change the answer
                 self.trail.note("refusal", again=True, reason=reason.value)

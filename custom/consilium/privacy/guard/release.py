@@ -12,7 +12,7 @@ from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.core.messages import Payload, Tensors
 from consilium.core.norms import non_finite_names
-from consilium.core.storage import digest, note, read_json
+from consilium.core.storage import digest, lock_folder, read_notes, refuse_if_unwritable, write_json
 from consilium.privacy import mechanism
 from consilium.privacy.discrete_gaussian import Bits, add_share
 from consilium.privacy.plan import Plan
@@ -161,11 +161,11 @@ def record_scored_model(folder: Path, place: tuple[int, int], sent: Payload) -> 
     """
     key, found = "{}-{}".format(*place), f"{digest(sent.tensors)} {sorted(sent.scalars.items())}"
     path = folder / FILE
-    known = read_json(path) if path.is_file() else {}
-    if key in known and known[key]["model"] != found:
-        raise RefusedError(f"round {place[0]} phase {place[1]} had another model before; nothing was sent", Reason.TASK)
-    if key not in known:
-        note(path, key, {"model": found})
+    with refuse_if_unwritable(path), lock_folder(folder):  # FLARE may leave two processes of one site
+        known = read_notes(path, "restore it, or submit the job again")
+        if known.setdefault(key, {"model": found}) != {"model": found}:
+            raise RefusedError(f"round {place[0]} phase {place[1]} had another model before; nothing was sent", Reason.TASK)
+        write_json(path, known)
 
 
 def is_adapter_tensor(name: str, names: Collection[str]) -> bool:

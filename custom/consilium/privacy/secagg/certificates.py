@@ -68,7 +68,7 @@ def certificate_key(root: x509.Certificate, server: str, name: str, pem: str) ->
             [attribute.value for attribute in found.subject.get_attributes_for_oid(oid)]
             for oid in (NameOID.COMMON_NAME, NameOID.UNSTRUCTURED_NAME)
         )
-    except (ValueError, TypeError, InvalidSignature, x509.UnsupportedGeneralNameType):
+    except (ValueError, TypeError, InvalidSignature, x509.InvalidVersion, x509.UnsupportedGeneralNameType):
         raise _certificate_refusal(name, "is not signed by the root of this kit, or is not a certificate") from None
     now = datetime.datetime.now(datetime.UTC)
     if authority or not isinstance(key, rsa.RSAPublicKey) or key.key_size < LEAST_BITS:

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from consilium.config.job import JobConfig
 from consilium.core.errors import Reason
 from consilium.core.messages import Payload, Tensors
-from consilium.core.storage import digest, lock_folder, read_notes, unreadable_error, write_json
+from consilium.core.storage import digest, lock_folder, read_notes, refuse_if_unwritable, unreadable_error, write_json
 from consilium.privacy.randomness import secret_bytes
 from consilium.privacy.secagg import arithmetic, sealing
 from consilium.privacy.secagg.arithmetic import Layout, Words
@@ -71,7 +71,8 @@ class SiteRecord:
 
     def save(self) -> None:
         """Write the values to disk. Call it before any of them leave the site."""
-        write_json(self.folder / FILE, self.values)
+        with refuse_if_unwritable(self.folder / FILE):
+            write_json(self.folder / FILE, self.values)
 
     def answer_once(self, attempt: dict[str, Any], step: str, question: Message, make: Callable[[], Message]) -> Message:
         """Return the answer of a step. The first question makes and stores it; a repeated question gets the same answer.
