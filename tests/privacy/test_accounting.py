@@ -91,7 +91,15 @@ def test_no_noise_is_infinite_and_nothing_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("epsilon", "delta", "field"), [(0, 1e-5, "epsilon"), (-1, 1e-5, "epsilon"), (1, 0, "delta"), (1, 1, "delta")]
+    ("epsilon", "delta", "field"),
+    [
+        (0, 1e-5, "epsilon"),
+        (-1, 1e-5, "epsilon"),
+        (1e-6, 1e-300, "epsilon"),
+        (1, 0, "delta"),
+        (1, 1e-320, "delta"),
+        (1, 1, "delta"),
+    ],
 )
 def test_impossible_budgets_are_named(epsilon: float, delta: float, field: str) -> None:
     with pytest.raises(ConfigError, match=rf"privacy\.{field}"):

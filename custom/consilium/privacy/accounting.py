@@ -244,7 +244,7 @@ def noise_multiplier(
     def keeps(sigma: float) -> bool:
         return epsilon_of([GaussianEvent(sigma, sample_rate, count, slack)], delta, accountant, planned=True) <= epsilon
 
-    mu = float(brentq(lambda mu: gaussian_delta(mu, epsilon) - delta, 1e-30, 1e4, xtol=1e-14, rtol=1e-12))
+    mu = float(brentq(lambda mu: gaussian_delta(mu, epsilon) - delta, 1e-30, 1e4, xtol=1e-14, rtol=1e-12, maxiter=1000))
     low = math.sqrt(count) / mu
     if accountant == "exact" and sample_rate == 1:
         return _first_that_keeps(keeps, low, 1e-10, epsilon)
@@ -279,9 +279,9 @@ def _round_up(sigma: float) -> float:
 
 
 def check_delta(delta: float) -> None:
-    """Raise ConfigError unless 0 < delta < 1."""
-    if not 0 < delta < 1:
-        raise ConfigError(f"privacy.delta: {delta}: expected a number between 0 and 1, such as 1e-5")
+    """Raise ConfigError unless 1e-300 <= delta < 1. Smaller numbers have too few digits to compute with."""
+    if not 1e-300 <= delta < 1:
+        raise ConfigError(f"privacy.delta: {delta}: expected a number from 1e-300 to 1, such as 1e-5")
 
 
 # calibration -----------------------------------------------------------------------------------------------------------
@@ -451,7 +451,7 @@ def epsilon_for(unit: str, rows: Iterable[Entry], delta: float) -> float:
     # step costs what the patient-level rows cost a patient. The second costs that again, plus all other rows. Steps that cost
     # (e1, d1) and (e2, d2) cost (e1 + e2, d1 + exp(e1) d2) together.
     first = epsilon_of(merge([cost(row, row.unit) for row in steps]), delta / 2)
-    if first > 500:
+    if first > 500 or delta < 1e-80:  # the delta below would be too small to compute with
         return whole
     drawn = [cost(row, row.unit if row.unit == "patient" else "record") for row in counted]
     return min(whole, first + epsilon_of(merge(drawn), delta / 2 * math.exp(-first)))

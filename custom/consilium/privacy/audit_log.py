@@ -109,7 +109,8 @@ def lines(path: Path) -> list[Line]:
         found = [json.loads(line) for line in _read_text(path).splitlines()]
     except (OSError, ValueError):
         found = [None]
-    if not all(isinstance(line, dict) and isinstance(line.get("ledger", ""), str) for line in found):
+    kinds: dict[str, type] = {"ledger": str, "sums": str, "lost": list}
+    if not all(isinstance(line, dict) and all(isinstance(line.get(n, k()), k) for n, k in kinds.items()) for line in found):
         raise RefusedError(
             f"{path}: a line is damaged; nothing was sent; look at it, or run `consilium privacy accept`", Reason.LEDGER
         )

@@ -146,7 +146,7 @@ def test_a_refusal_does_not_write_over_the_evidence(ledger: Ledger, tmp_path: Pa
         audit_log.AuditLog(path).add({"kind": "refusal", "ledger": new.seal()}, again=True)
 
 
-@pytest.mark.parametrize("text", [b"not json\n", b"5\n", b"\xff\n", b'{"ledger": []}\n'])
+@pytest.mark.parametrize("text", [b"not json\n", b"5\n", b"\xff\n", b'{"ledger": []}\n', b'{"sums": []}\n', b'{"lost": 5}\n'])
 def test_a_damaged_record_stops_jobs_and_can_be_set_aside(text: bytes, ledger: Ledger, tmp_path: Path) -> None:
     (tmp_path / audit_log.FILE).write_bytes(text)
     with pytest.raises(RefusedError, match="a line is damaged"):
