@@ -282,7 +282,7 @@ def test_a_run_that_ended_early_can_be_scored_across(ended: tuple[Path, str], tm
 
 def test_a_site_forgets_its_masks_keys_at_an_early_end_too(tmp_path: Path) -> None:
     config = small_config("fedit", rounds=6, validate={"patience": 1})
-    guard: Any = SimpleNamespace(config=config, folder=tmp_path)
+    guard: Any = SimpleNamespace(trail=SimpleNamespace(config=config, folder=tmp_path))
     record = tmp_path / "run" / FOLDER / FILE
     record.parent.mkdir(parents=True)
     record.write_text("{}")

@@ -284,7 +284,7 @@ def test_shares_of_noise_on_whitened_coordinates_have_the_deviation_of_the_plan(
     state = made.strategy.initialize(made.initial)
     update = {n: torch.zeros_like(t) for n, t in state.shared.items() if n.endswith("lora_B")}
     maps = geometries(config.strategy, config, update, state.shared, 0, 0)
-    released, outcome = privatize_update(plan(config), update, maps, Randomness.seeded(0), as_sums=True)
+    released, outcome = privatize_update(plan(config), update, maps, Randomness.of(0), as_sums=True)
     drawn_noise = torch.cat([t.flatten() for t in released.values()]).double() * UNIT
     assert float(drawn_noise.std()) == pytest.approx(2.0 * 0.5 / math.sqrt(2), rel=0.05)
     assert outcome.noise == pytest.approx(float(drawn_noise.norm()))
@@ -371,7 +371,7 @@ def test_a_site_level_run_with_deer_under_masks_moves_by_the_noise_of_the_shares
 
 
 def test_units_are_drawn_independently_with_the_rate() -> None:
-    randomness = Randomness.seeded(0)
+    randomness = Randomness.of(0)
     sizes = np.array([len(randomness.poisson_sample(50, 0.1)) for _ in range(2000)])
     assert sizes.mean() == pytest.approx(5.0, abs=0.2)
     assert sizes.var() == pytest.approx(50 * 0.1 * 0.9, rel=0.12)  # binomial

@@ -141,7 +141,7 @@ def test_a_hundred_samples_of_one_patient_move_a_step_no_more_than_one() -> None
 
 def test_of_a_patient_with_too_many_samples_a_choice_is_drawn_anew_each_time() -> None:
     dp = DpSgd(0.0, 1.0, 0.5, patients=(tuple(range(10)), (10,)), per_patient=3)
-    randomness = Randomness.seeded(0)
+    randomness = Randomness.of(0)
     chosen = [list(dp.samples([0, 1], randomness)) for _ in range(30)]
     assert all(len(first) == 3 and len(set(first)) == 3 and set(first) <= set(range(10)) for first, _ in chosen)
     assert all(second == [10] for _, second in chosen)

@@ -27,7 +27,7 @@ def test_keys_that_agree_in_their_low_or_high_bytes_give_different_streams(width
 
 
 def test_secret_streams_never_repeat_and_seeded_ones_do_and_say_so() -> None:
-    one, other = Randomness.secret(), Randomness.of(None)
+    one, other = Randomness.of(None), Randomness.of(None)
     assert one.private
     assert other.private
     assert one(32) != other(32)
@@ -39,14 +39,14 @@ def test_secret_streams_never_repeat_and_seeded_ones_do_and_say_so() -> None:
 
 
 def test_streams_of_two_purposes_are_others_and_do_not_move_each_other() -> None:
-    stream = Randomness.seeded(1)
+    stream = Randomness.of(1)
     noise, draws = stream.derive_stream("noise"), stream.derive_stream("draws")
     noise(1000)
-    assert draws(16) == Randomness.seeded(1).derive_stream("draws")(16) != Randomness.seeded(1).derive_stream("noise")(16)
+    assert draws(16) == Randomness.of(1).derive_stream("draws")(16) != Randomness.of(1).derive_stream("noise")(16)
 
 
 def test_a_forked_process_has_a_secret_stream_of_its_own() -> None:
-    stream, noise = Randomness.secret(), Randomness.secret()
+    stream, noise = Randomness.of(None), Randomness.of(None)
     read, write = os.pipe()
     if (child := os.fork()) == 0:
         os.write(write, stream(16) + noise.derive_stream("x")(16))
@@ -60,7 +60,7 @@ def test_a_forked_process_has_a_secret_stream_of_its_own() -> None:
 
 
 def test_whole_numbers_under_a_limit_are_uniform() -> None:
-    stream = Randomness.seeded(2)
+    stream = Randomness.of(2)
     for limit in (2, 5, 256, 257):
         counts = Counter(stream.below(limit) for _ in range(20 * limit + 2000))
         assert set(counts) <= set(range(limit))
@@ -69,14 +69,14 @@ def test_whole_numbers_under_a_limit_are_uniform() -> None:
 
 
 def test_each_choice_is_as_likely_as_another() -> None:
-    stream, pairs = Randomness.seeded(3), list(itertools.permutations("abcd", 2))
+    stream, pairs = Randomness.of(3), list(itertools.permutations("abcd", 2))
     counts = Counter(tuple(stream.choice("abcd", 2)) for _ in range(6000))
     assert chisquare([counts[pair] for pair in pairs]).pvalue > 1e-4
     assert sorted(stream.choice("abcd", 4)) == list("abcd")
 
 
 def test_coins_fall_with_their_rate_each_on_its_own() -> None:
-    stream, rounds = Randomness.seeded(4), 4000
+    stream, rounds = Randomness.of(4), 4000
     drawn = [tuple(stream.poisson_sample(3, 0.3)) for _ in range(rounds)]
     subsets = [subset for size in range(4) for subset in itertools.combinations(range(3), size)]
     expected = [rounds * 0.3 ** len(subset) * 0.7 ** (3 - len(subset)) for subset in subsets]
@@ -93,7 +93,7 @@ def test_a_coin_compares_64_bits_with_the_rate(
     rate: float, word: int, takes_part: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Randomness, "__call__", lambda stream, count: word.to_bytes(8, "little"))
-    assert Randomness.secret().poisson_sample(1, rate) == ([0] if takes_part else [])
+    assert Randomness.of(None).poisson_sample(1, rate) == ([0] if takes_part else [])
 
 
 def test_the_systems_bytes_and_numbers_never_repeat() -> None:

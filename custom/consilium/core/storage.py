@@ -314,8 +314,5 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
         found.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
-        try:
-            found.update(tensor.numpy().reshape(-1).data)
-        except TypeError:  # NumPy has no bfloat16
-            found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)  # bytes, because NumPy has no bfloat16
     return found.hexdigest()

@@ -69,10 +69,6 @@ class DpSgd:
         """Return the number of units at a site with `num_samples` training samples."""
         return len(self.patients) if self.per_patient else num_samples
 
-    def randomness(self) -> Randomness:
-        """Return the source of randomness for all draws of a training."""
-        return Randomness.of(self.seed)
-
     def samples(self, drawn: Sequence[int], randomness: Randomness) -> Iterator[list[int]]:
         """Yield the sample indices of each drawn unit: one record, or a patient's samples (a random `per_patient` of more)."""
         for number in drawn:
@@ -209,7 +205,7 @@ class PrivateSteps:
         self._dp, self._num_units = dp, num_units
         self._numbers = sum(parameter.numel() for parameter in trained.values())
         self._deviation = share_deviation(dp.noise_multiplier, dp.clip + rounding(self._numbers), 1)
-        source = dp.randomness()
+        source = Randomness.of(dp.seed)
         self._draws, self._noise = source.derive_stream("draws"), source.derive_stream("noise")
         self._ahead = ThreadPoolExecutor(1, "consilium-noise")
         self._next: Future[Tensor] | None = None

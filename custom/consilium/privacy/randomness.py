@@ -7,7 +7,7 @@ from the operating system's generator. An attacker who knows a whole stream exce
 The generators of torch, numpy and `random` must not be used here. Their seeds have 32 to 64 bits (torch on the CPU: 32), and
 their output reveals their state.
 
-`Randomness.seeded` is for tests and reproduction. Its stream follows from a seed, so anyone who knows or guesses the seed can
+`Randomness.of(seed)` is for tests and reproduction. Its stream follows from a seed, so anyone who knows or guesses the seed can
 subtract the noise. It is marked as not private, and the ledger, results, report and evidence of such a run say so.
 """
 
@@ -47,19 +47,10 @@ class Randomness:
         self._stream = _stream(key)
 
     @classmethod
-    def secret(cls) -> Self:
-        """Return a new stream under a key that nobody knows."""
-        return cls(secret_bytes(KEY), private=True)
-
-    @classmethod
-    def seeded(cls, seed: int) -> Self:
-        """Return the stream that follows from a seed. It is always the same, and so not private."""
-        return cls(hashlib.sha256(f"consilium seeded stream {seed}".encode()).digest(), private=False)
-
-    @classmethod
     def of(cls, seed: int | None) -> Self:
-        """Return the stream that follows from a seed, or a secret stream for None."""
-        return cls.secret() if seed is None else cls.seeded(seed)
+        """Return a new stream under a key that nobody knows; with a seed, the one that follows from it, so not private."""
+        key = secret_bytes(KEY) if seed is None else hashlib.sha256(f"consilium seeded stream {seed}".encode()).digest()
+        return cls(key, private=seed is None)
 
     def __call__(self, count: int) -> bytes:
         """Return the next `count` bytes."""

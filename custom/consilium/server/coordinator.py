@@ -309,7 +309,7 @@ class Coordinator:
                 step = remedy_text(self.reasons, self.asked, self.quorum)
                 raise ConsiliumError(f"round {self.state.round + 1}: {refusals_text(self.reasons)}{few}; {step}")
             if plan := self._central_plan:  # noise of sigma S on the sum, then divided by the number of results
-                noised = to_real_numbers(noised_sum(plan, self.aggregate.take_sums(), Randomness.secret()))
+                noised = to_real_numbers(noised_sum(plan, self.aggregate.take_sums(), Randomness.of(None)))
                 means = {name: tensor / len(self.accepted) for name, tensor in noised.items()}
                 mean: RoundResults = restore_update(self._whitening_maps(noised), means)
             else:

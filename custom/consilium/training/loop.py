@@ -20,6 +20,7 @@ from consilium.core.seeding import seed_for
 from consilium.data.cache import AHEAD, prefetch
 from consilium.data.datalist import NOTHING_LEFT
 from consilium.privacy.dpsgd import ClippedSum, DpSgd, PrivateSteps, log_failure
+from consilium.privacy.randomness import Randomness
 from consilium.strategies.strategy import LocalStep, Penalty
 from consilium.tasks.base import Batch, Task
 from consilium.training.device import CPU, autocast, compile_blocks, cuda_devices
@@ -416,7 +417,7 @@ def step_update(
     `params`: the model's adapter tensors by name, which are not changed. Draws are secret, or fixed by `dp.seed`. A model that
     draws random numbers itself is refused. Raises ConsiliumError for a task whose loss is not one number.
     """
-    active, randomness = set_requires_grad(params, trained), dp.randomness()
+    active, randomness = set_requires_grad(params, trained), Randomness.of(dp.seed)
     config = config.model_copy(update={"precision": "fp32"})  # in bf16 rounding depends on the rest of the batch
     drawn = randomness.poisson_sample(dp.unit_count(task.num_samples), dp.sample_rate)
     clipped = ClippedSum(model, active, dp)

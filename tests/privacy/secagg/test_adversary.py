@@ -1,7 +1,7 @@
 """A server that lies, message by message, and sites that work with it: honest sites refuse, and nobody learns of a third."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -302,7 +302,7 @@ def test_shares_are_shown_once_and_one_of_each_site(net: Net) -> None:
     attempt = net.begin()
     parties = net.prepare(attempt)
     survivors = net.train(attempt, parties, ["a", "b", "c"])
-    refused(net, "a", {"step": "reveal", **attempt.place.to_dict(), "confirmed": {}}, "comes after confirm")
+    refused(net, "a", {"step": "reveal", **asdict(attempt.place), "confirmed": {}}, "comes after confirm")
     net.confirm(attempt, parties, survivors, survivors)
     shown = net.parties["a"].answer(attempt.reveal_question())["shares"]
     assert shown.keys() == set(NAMES)

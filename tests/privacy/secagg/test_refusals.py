@@ -144,7 +144,7 @@ def test_noise_that_sums_have_no_room_for_is_refused_before_training() -> None:
     """A clip of 1 and a share of deviation 1 come to 1 + 40 at most."""
     site = object.__new__(Masking)
     privacy = SiteLevelDpConfig(unit="site", noise_multiplier=1.0, clip=1.0)
-    site.site, site.plan = "a", plan_of_releases(privacy, 1)
+    site.trail = cast(Any, SimpleNamespace(site="a", plan=plan_of_releases(privacy, 1)))
     site.check_noise_fits(41.0)
     with pytest.raises(RefusedError, match="under the 41 "):
         site.check_noise_fits(40.9)

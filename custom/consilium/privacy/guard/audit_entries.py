@@ -5,6 +5,7 @@ The record itself is privacy/audit_log.py.
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,22 +25,23 @@ from consilium.privacy.plan import Plan
 class AuditTrail:
     """Writes the audit entries of one job at one site. `folder` has one folder per run; `run` is the current run's name.
 
-    `seeded`: the noise comes from a known seed; `job_id`: FLARE's job id, "" for the in-process engine.
+    `policy`: of the site; `job_id`: FLARE's job id, "" for the in-process engine.
     """
 
     site: str
     config: JobConfig
     plan: Plan | None
-    seeded: bool
+    policy: HospitalPrivacyPolicy
     folder: Path
     ledger: Ledger
     job_id: str
     run: str = ""
-    digest: str = field(init=False)
     _records: dict[Path, audit_log.AuditLog] = field(default_factory=dict, init=False)
 
-    def __post_init__(self) -> None:
-        self.digest = self.config.digest
+    @cached_property
+    def digest(self) -> str:
+        """The job's digest, which takes long to compute."""
+        return self.config.digest
 
     def note(self, kind: str, payload: Payload | None = None, spends: bool = False, again: bool = False, **more: Any) -> None:
         """Write the line of a message before it leaves. Raises RefusedError if it cannot be written.
@@ -83,7 +85,7 @@ class AuditTrail:
                 "delta": private.delta,
                 **({"calibration": private.calibration} if private.calibration != "honest" else {}),
                 "mechanism": DISCRETE,
-                **({"seeded": True} if self.seeded else {}),
+                **({"seeded": True} if self.policy.noise_seed is not None else {}),
                 "clip": private.clip,
                 "noise_multiplier": self.plan.noise_multiplier,
                 "spend": asdict(self.plan.event),
@@ -171,13 +173,10 @@ def _refusal_path(run: Path, place: tuple[int, int]) -> Path:
 
 @dataclass
 class Charges:
-    """Charges the answers of one job at one site, under its `plan`. `dataset`: the name of the data set in the ledger."""
+    """Charges the answers of the job of `trail`, under its `plan`. `dataset`: the name of the data set in the ledger."""
 
-    site: str
-    config: JobConfig
+    trail: AuditTrail
     plan: Plan
-    policy: HospitalPrivacyPolicy
-    ledger: Ledger
     dataset: str
 
     @property
@@ -187,37 +186,29 @@ class Charges:
 
     def ledger_run(self, run: str, place: tuple[int, int]) -> str:
         """Return the run's name in the ledger for the next attempt at a round and phase."""
-        return ledger_run_id(self.ledger.entries(self.dataset), run, place)
+        return ledger_run_id(self.trail.ledger.entries(self.dataset), run, place)
 
     def row(self, run: str, place: tuple[int, int]) -> Entry:
         """Return the ledger row of a release, without its digest. `run`: its name in the ledger; `place`: round and phase."""
         privacy, spend = self.plan.config, self.plan.event
         return Entry(
             dataset=self.dataset, unit=privacy.unit, adjacency=privacy.adjacency, trust=privacy.trust,
-            job=self.config.title, run=run, round=place[0], phase=place[1],
+            job=self.trail.config.title, run=run, round=place[0], phase=place[1],
             noise_multiplier=spend.noise_multiplier, sample_rate=spend.sample_rate, count=spend.count, clip=privacy.clip,
-            private=self.policy.noise_seed is None, mechanism=DISCRETE,
+            private=self.trail.policy.noise_seed is None, mechanism=DISCRETE,
         )  # fmt: skip
 
     def check(self, rows: list[Entry]) -> None:
         """Raise RefusedError if these rows would exceed a budget. Writes nothing."""
-        self.ledger.check_budget(rows, self.policy.budgets)
-
-    def charge_training(self, row: Entry) -> None:
-        """Charge DP-SGD training when it begins. Do nothing at site level."""
-        if self.is_dpsgd:
-            self.ledger.charge_once(row, self.policy.budgets)
+        self.trail.ledger.check_budget(rows, self.trail.policy.budgets)
 
     def charge_answer(self, row: Entry, digest: str) -> None:
         """Charge an answer with this digest, once.
 
-        With DP-SGD the row has count 0, because `charge_training` charged the steps.
+        With DP-SGD the row has count 0, because the steps were charged when training began.
         """
-        self.ledger.charge_once(replace(row, digest=digest, count=0 if self.is_dpsgd else row.count), self.policy.budgets)
-
-    def has_void_row(self, row: Entry) -> bool:
-        """Tell whether the ledger has a void row with the same key, see `Entry.is_void`."""
-        return any(one.key == row.key and one.is_void for one in self.ledger.entries(self.dataset))
+        count = 0 if self.is_dpsgd else row.count
+        self.trail.ledger.charge_once(replace(row, digest=digest, count=count), self.trail.policy.budgets)
 
     def check_terms(self, terms: Entry, row: Entry) -> None:
         """Raise RefusedError if `row` does not cover `terms`, the terms on which a stored answer was made."""
@@ -230,5 +221,5 @@ class Charges:
 
     def has_released(self, run: str) -> bool:
         """Tell whether a release of this run was paid. Refusals and unpaid releases do not count."""
-        rows = self.ledger.entries(self.dataset)
+        rows = self.trail.ledger.entries(self.dataset)
         return any(run_of(row) == run and row.digest not in ("", REFUSAL_DIGEST) for row in rows)

@@ -85,19 +85,11 @@ class Guard:
 
     def __post_init__(self, identity: Identity | None) -> None:
         self.plan: Plan | None = make_plan(self.config, self.strategy, self.num_samples, self.tensors)
-        self.trail = AuditTrail(
-            self.name, self.config, self.plan, self.policy.noise_seed is not None, self.folder, self.ledger, self.job_id
-        )
-        self.replay: ReplayPolicy | None = None
-        if self.plan is not None:
-            charges = Charges(self.name, self.config, self.plan, self.policy, self.ledger, self.dataset)
-            self.replay = ReplayPolicy(charges, self.trail, self.folder, self.records)
-        self.masking: Masking | None = None
-        if self.config.secure_aggregation is not None:
-            self.masking = Masking(
-                self.name, self.config, self.strategy, self.plan, self.policy, self.folder, self.records, self.sums, self.trail,
-                identity,
-            )  # fmt: skip
+        self.trail = AuditTrail(self.name, self.config, self.plan, self.policy, self.folder, self.ledger, self.job_id)
+        charges = None if self.plan is None else Charges(self.trail, self.plan, self.dataset)
+        self.replay = None if charges is None else ReplayPolicy(charges, self.trail, self.records)
+        masked = self.config.secure_aggregation is not None
+        self.masking = Masking(self.trail, self.strategy, self.records, self.sums, identity) if masked else None
         self._admitted: str | None = None
         self._task: AuthorizedTask | None = None
         self._asked: AuthorizedTask | None = None
@@ -186,8 +178,7 @@ class Guard:
         """
         if task.kind is Kind.MASKS:
             self._mark_answered(task, Kind.MASKS)
-            if self.masking is None:
-                raise RefusedError(f"{self.name}: an answer about masks in a job without them; nothing was sent", Reason.TASK)
+            assert self.masking is not None  # otherwise the job has no such task
             return self.masking.answer(task)
         leave: dict[Kind, Callable[[AuthorizedTask, Any], Any]] = {
             Kind.HELLO: self.release_hello,

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-from consilium.config.job import JobConfig
-from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import Kind, Payload, Tensors
 from consilium.privacy.guard import task_schedule
@@ -31,47 +29,37 @@ STATE = ("state.safetensors", "released.safetensors")
 
 @dataclass
 class Masking:
-    """A site's part in the secure aggregation of one job.
+    """A site's part in the secure aggregation of the job of `trail`.
 
     `identity`: key and certificate of the site's kit, and the secure_aggregation section of its site.yaml.
     """
 
-    site: str
-    config: JobConfig
+    trail: AuditTrail
     strategy: Strategy
-    plan: Plan | None
-    policy: HospitalPrivacyPolicy
-    folder: Path
     records: Path
     sums: SumLedger
-    trail: AuditTrail
     identity: Identity | None
     _terms: Terms | None = None
 
     def check_admission(self) -> None:
         """Raise RefusedError if this site cannot take part in the job's secure aggregation, by its settings or records."""
-        section = self.config.secure_aggregation
+        section = self.trail.config.secure_aggregation
         assert section is not None  # otherwise the guard has no Masking
-        if self.config.has_sums_without_noise:
+        if self.trail.config.has_sums_without_noise:
             check_and_count_lines(self.records)
         if self.identity is None:
-            raise RefusedError(f"{self.site}: secure_aggregation needs a kit's key; nothing was sent", Reason.POLICY)
+            raise RefusedError(f"{self.trail.site}: secure_aggregation needs a kit's key; nothing was sent", Reason.POLICY)
         if section.colluders < self.identity.asks.min_colluders:
             raise RefusedError(
-                f"{self.site}: secure_aggregation.colluders {section.colluders} is under min_colluders of site.yaml "
+                f"{self.trail.site}: secure_aggregation.colluders {section.colluders} is under min_colluders of site.yaml "
                 f"({self.identity.asks.min_colluders}); nothing was sent",
                 Reason.POLICY,
             )
-        if section.bound is not None and section.bound < self._largest_noised_number:
+        if section.bound is not None:
+            self.check_noise_fits(section.bound, "secure_aggregation.bound is", "raise it or leave it out")
+        if self.trail.policy.budgets and not (self.identity.simulated or self.identity.asks.partners):
             raise RefusedError(
-                f"{self.site}: secure_aggregation.bound {section.bound:g} is under the {self._largest_noised_number:.4g} "
-                "that clip and noise "
-                "may come to; nothing was sent; raise it or leave it out",
-                Reason.JOB,
-            )
-        if self.policy.budgets and not (self.identity.simulated or self.identity.asks.partners):
-            raise RefusedError(
-                f"{self.site}: site.yaml has a budget and names no secure_aggregation.partners; "
+                f"{self.trail.site}: site.yaml has a budget and names no secure_aggregation.partners; "
                 "compare fingerprints and name them; nothing was sent",
                 Reason.POLICY,
             )
@@ -97,25 +85,22 @@ class Masking:
         try:
             party = self._open_party(task.run)
             self._terms = party.check_train_question(task.payload, layout(upload_shapes(self.strategy, task.payload)))
-            if self.plan is not None:
-                self.plan.check_honest_noise_shares(self._terms.least_honest_sites)
+            if self.trail.plan is not None:
+                self.trail.plan.check_honest_noise_shares(self._terms.least_honest_sites)
                 self.check_noise_fits(party.largest_number())
         except RefusedError as refusal:
             self.trail.note("refusal", again=True, step="train", what=str(refusal))
             raise
 
-    @property
-    def _largest_noised_number(self) -> float:
-        """The largest number that clip and noise may produce; 0 without privacy, because larger numbers are then cut off."""
-        return self.plan.largest_noised_number if self.plan else 0.0
+    def check_noise_fits(self, room: float, what: str = "sums have room for", remedy: str = "lower privacy.clip") -> None:
+        """Raise RefusedError if noise could exceed `room`, the largest number in a sum. A later failure would reveal data.
 
-    def check_noise_fits(self, room: float) -> None:
-        """Raise RefusedError if noise could exceed `room`, the largest number in a sum. A later failure would reveal data."""
-        if room < self._largest_noised_number:
+        Without privacy larger numbers are cut off. `what` names the limit in the message.
+        """
+        if self.trail.plan and room < (largest := self.trail.plan.largest_noised_number):
             raise RefusedError(
-                f"{self.site}: sums have room for {room:.4g} a number, "
-                f"under the {self._largest_noised_number:.4g} that clip and noise may come to; nothing was sent; "
-                "lower privacy.clip",
+                f"{self.trail.site}: {what} {room:.4g} a number, under the {largest:.4g} that clip and noise may come to; "
+                f"nothing was sent; {remedy}",
                 Reason.JOB,
             )
 
@@ -136,10 +121,10 @@ class Masking:
         """
         found = {name: tuple(tensor.shape) for name, tensor in released.tensors.items()}
         if found != upload_shapes(self.strategy, task.payload) or released.scalars:
-            raise RefusedError(f"{self.site}: not the tensors of this phase, or numbers beside them; nothing was sent")
+            raise RefusedError(f"{self.trail.site}: not the tensors of this phase, or numbers beside them; nothing was sent")
         party = self._open_party(task.run)
         words = party.mask(read_attempt(task.payload.masking), quantize(released.tensors), weight)
-        metrics = {} if self.plan else released.metrics
+        metrics = {} if self.trail.plan else released.metrics
         masked = replace(released, tensors={MASKED: torch.from_numpy(words.view("int64").copy())}, metrics=metrics)
         assert self._terms is not None  # `check_task_shares` came before
         about: dict[str, Any] = {"masked": asdict(self._terms)}
@@ -151,18 +136,18 @@ class Masking:
     def delete_keys_if_final(self, task: AuthorizedTask) -> None:
         """Delete the run's keys at its final evaluation. Afterwards no sum of the run can be opened."""
         round, phase = task.place
-        if task.kind is Kind.EVALUATE and phase == 0 and task_schedule.may_be_final_round(self.config, round):
-            SiteRecord(self.folder / task.run / FOLDER).end()
+        if task.kind is Kind.EVALUATE and phase == 0 and task_schedule.may_be_final_round(self.trail.config, round):
+            SiteRecord(self.trail.folder / task.run / FOLDER).end()
 
     def _open_party(self, run: str) -> SecAggClient:
         """Return this site's protocol party. Raises RefusedError if the site has trained in this run and its record is lost."""
         assert self.identity is not None  # as check_admission makes sure
-        home = self.folder / run
+        home = self.trail.folder / run
         if not (home / FOLDER / FILE).is_file() and any((home / name).exists() for name in STATE):
             raise RefusedError(
                 f"{home / FOLDER}: this site has trained in this run, and its record of masks is lost; "
                 "it cannot take part in it again; nothing was sent",
                 Reason.LEDGER,
             )
-        sums = self.sums if self.config.has_sums_without_noise else None
-        return SecAggClient(self.identity, self.config, run, SiteRecord(home / FOLDER), sums)
+        sums = self.sums if self.trail.config.has_sums_without_noise else None
+        return SecAggClient(self.identity, self.trail.config, run, SiteRecord(home / FOLDER), sums)

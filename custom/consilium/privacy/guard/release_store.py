@@ -33,8 +33,6 @@ FILE = "released.safetensors"
 """The last paid release."""
 BEGUN = "begun.json"
 """The file with the newest round and phase in which training has begun, whatever the outcome."""
-NONE = (-1, -1)
-"""The round and phase before any training."""
 REMEDY_PAID = "removing it loses the reply of its round only"
 REMEDY_PENDING = "after removing it, its round can be trained again until a newer round has begun"
 """The second remedy in the message if the last paid release, or a pending one, cannot be read."""
@@ -80,7 +78,7 @@ def load(folder: Path, place: tuple[int, int], paid: bool) -> StoredRelease | No
     try:
         found = _read_release(folder / FILE, REMEDY_PAID)
     except RefusedError:
-        if paid or _newest_started(folder) == NONE:  # begun.json is lost too
+        if paid or _newest_started(folder) == task_schedule.NO_ROUND:  # begun.json is lost too
             raise
         return None  # unpaid releases are served for the newest round only, so this file is of an earlier round
     if (last := (found.payload.round, found.payload.phase)) > place:
@@ -108,8 +106,8 @@ def reject_stale(folder: Path, place: tuple[int, int]) -> None:
 
 def _newest_started(folder: Path) -> tuple[int, int]:
     remedy = "restore it, or remove it where no run goes on"
-    found = read_notes(folder / BEGUN, remedy) or dict(zip(("round", "phase"), NONE, strict=True))
-    place = found.get("round"), found.get("phase")
+    found = read_notes(folder / BEGUN, remedy)
+    place = (found.get("round"), found.get("phase")) if found else task_schedule.NO_ROUND
     if not (isinstance(place[0], int) and isinstance(place[1], int)):
         raise unreadable_error(folder / BEGUN, remedy)
     return place[0], place[1]
@@ -141,11 +139,10 @@ def _pending_path(folder: Path, place: tuple[int, int]) -> Path:
 
 @dataclass
 class ReplayPolicy:
-    """Decides the answers of one private job at one site. `folder` has one folder per run; `records` is for all runs."""
+    """Decides the answers of the private job of `trail`. `records` is for all runs."""
 
     charges: Charges
     trail: AuditTrail
-    folder: Path
     records: Path
 
     def admit(self, task: AuthorizedTask, ready: Callable[[], object]) -> AuthorizedTask:
@@ -154,8 +151,8 @@ class ReplayPolicy:
         `ready`: prepares the site for training. It is called before anything is charged, and any error that it raises ends the
         task. Raises RefusedError for a stored refusal, a stale round, or a budget that does not allow the task.
         """
-        folder = self.folder / task.run
-        task_schedule.bind_run_folder(self.charges.site, self.records, self.folder, task.run)
+        folder = self.trail.folder / task.run
+        task_schedule.bind_run_folder(self.trail.site, self.records, self.trail.folder, task.run)
         task = replace(task, ledger_run=self.charges.ledger_run(task.run, task.place))
         with refuse_if_unwritable(folder), lock_folder(folder):
             answered = self.replay_answer(task) is not None
@@ -165,19 +162,20 @@ class ReplayPolicy:
             stored, row = self.replay_answer(task), self.charges.row(task.ledger_run, task.place)
             self.charges.check([row])
             mark_started(folder, task.place)  # before the charge: if this file cannot be written, nothing is charged
-            self.charges.charge_training(row)
+            if self.charges.is_dpsgd:
+                self.trail.ledger.charge_once(row, self.trail.policy.budgets)
             if stored is not None:  # paid now, as a refusal is, so that a concurrent job sees the same budget in both cases
                 self.pay(task, stored)
         return replace(task, answered=stored is not None)
 
     def rows(self, run: str, places: Iterable[tuple[int, int]]) -> list[Entry]:
         """Return the ledger row of each round's and phase's answer."""
-        known = [row for row in self.charges.ledger.entries(self.charges.dataset) if row.run.startswith(run)]
+        known = [row for row in self.trail.ledger.entries(self.charges.dataset) if row.run.startswith(run)]
         names = {}
         for place in places:
             names[place] = audit_entries.ledger_run_id(known, run, place)
             with suppress(RefusedError):  # an unreadable refusal counts as unpaid here; its own round raises the error
-                if (refusal := audit_entries.load_refusal(self.folder / run, place)) is not None:
+                if (refusal := audit_entries.load_refusal(self.trail.folder / run, place)) is not None:
                     names[place] = refusal.row
         return [self.charges.row(name, place) for place, name in names.items()]
 
@@ -187,24 +185,25 @@ class ReplayPolicy:
         Raises RefusedError if the answer is a refusal (with its reason), if the answer's bytes are lost or were made on other
         terms, and if training has begun in a newer round or phase and the answer was not paid.
         """
-        charges, folder, place = self.charges, self.folder / task.run, "round {} phase {}".format(*task.place)
+        charges, folder, place = self.charges, self.trail.folder / task.run, "round {} phase {}".format(*task.place)
         refusal = audit_entries.load_refusal(folder, task.place)
         row = charges.row(refusal.row if refusal else task.ledger_run, task.place)
-        paid = charges.ledger.is_released(row)
+        paid = self.trail.ledger.is_released(row)
         if not paid:
             reject_stale(folder, task.place)
         if refusal is not None:
             self._pay_refusal(task, refusal)
             raise RefusedError(
-                f"{charges.site}: {place} has failed here before, and that answer stays ({folder}); nothing was sent",
+                f"{self.trail.site}: {place} has failed here before, and that answer stays ({folder}); nothing was sent",
                 refusal.reason,
             )
-        if not paid and charges.has_void_row(row):
-            raise RefusedError(f"{charges.site}: {place} is {VOID}; nothing was sent; begin a new run", Reason.LEDGER)
+        if not paid and any(one.key == row.key and one.is_void for one in self.trail.ledger.entries(charges.dataset)):
+            raise RefusedError(f"{self.trail.site}: {place} is {VOID}; nothing was sent; begin a new run", Reason.LEDGER)
         stored = load(folder, task.place, paid)
         lost = stored is None and (paid or task.answered)
         if lost or task.ledger_run != charges.ledger_run(task.run, task.place):
-            raise RefusedError(f"{charges.site}: {place} was answered, but its bytes are lost; nothing was sent", Reason.LEDGER)
+            what = "was answered, but its bytes are lost"
+            raise RefusedError(f"{self.trail.site}: {place} {what}; nothing was sent", Reason.LEDGER)
         if stored is None:
             return None
         charges.check_terms(stored.terms, row)
@@ -214,13 +213,13 @@ class ReplayPolicy:
         """Return the one release of the task's round and phase: the stored one, or the result of `make`, stored unpaid."""
         if (released := self.replay_answer(task)) is None:
             released = make()
-            save_pending(self.folder / task.run, released, self.charges.row(task.ledger_run, task.place))
+            save_pending(self.trail.folder / task.run, released, self.charges.row(task.ledger_run, task.place))
         return released
 
     def pay(self, task: AuthorizedTask, released: Payload) -> None:
         """Pay for a stored release, once. From then on it counts as released."""
         self.charges.charge_answer(self.charges.row(task.ledger_run, task.place), digest(released.tensors))
-        mark_paid(self.folder / task.run, task.place)
+        mark_paid(self.trail.folder / task.run, task.place)
 
     def refuse(self, task: AuthorizedTask, reason: Reason) -> Reason | Payload:
         """Return the answer of a round and phase in which training failed: the stored release, or the refusal, stored and paid.
@@ -231,7 +230,7 @@ class ReplayPolicy:
             if (stored := self.replay_answer(task)) is None:
                 row = self.charges.row(task.ledger_run, task.place)
                 refusal = audit_entries.StoredRefusal(reason, task.ledger_run, row)
-                audit_entries.save_refusal(self.folder / task.run, task.place, refusal)
+                audit_entries.save_refusal(self.trail.folder / task.run, task.place, refusal)
                 self._pay_refusal(task, refusal)
                 return reason
         except ConsiliumError as error:

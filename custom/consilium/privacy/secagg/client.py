@@ -5,6 +5,7 @@ The site does not trust the server: it checks every question against its own rec
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -279,7 +280,7 @@ class SecAggClient:
         mask would reveal their difference.
         """
         with self.record.opened() as values:
-            attempt = self._current_attempt(values, place.to_dict())
+            attempt = self._current_attempt(values, asdict(place))
             told = _stored_answer(attempt, "train")
             words = arithmetic.flatten(integers, weight, self._largest_units(values, weight))
             if self.sums is not None:  # recorded for all later runs, before the update is masked

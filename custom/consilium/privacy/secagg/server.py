@@ -6,6 +6,7 @@ parties and survivors. It repeats its questions, and the sites repeat their answ
 
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,6 @@ MASKED = "masked"
 
 HELLO: Message = {"step": "hello"}
 """The first question of a run, which asks a site for its roster entry."""
-NAMED = 5
-"""The largest number of sites that a message names."""
 
 
 class Attempt:
@@ -64,7 +63,7 @@ class Attempt:
 
     def question(self, step: str, **said: Any) -> Message:
         """Return the question of a step. The methods *_question return those that need more than `said`."""
-        return {"step": step, **self.place.to_dict(), **said}
+        return {"step": step, **asdict(self.place), **said}
 
     def answers_to(self, step: str) -> dict[str, Message]:
         """Return the sites' answers to a step, by site, as stored on disk."""
@@ -121,7 +120,7 @@ class Attempt:
             (self.folder / "parties.json").unlink(missing_ok=True)  # not used in a question yet, so more sites may join
             need = f"threshold {self.terms.threshold} of {self.terms.asked}"
             if self.config.has_sums_without_noise:
-                silent = first_names_text(self.silent_sites("prepare", self.cohort), NAMED)
+                silent = first_names_text(self.silent_sites("prepare", self.cohort))
                 need = f"all that are asked, without noise; {silent} not yet"
             raise ConsiliumError(
                 f"secure aggregation: {len(parties)} of {self.terms.asked} sites have prepared, a sum needs "
@@ -295,10 +294,7 @@ class Collector:
             if not path.name.startswith(wanted):
                 shutil.rmtree(path)
         found = sorted(self.folder.glob(f"{wanted}*/about.json"), key=lambda p: int(p.parent.name.rsplit("-", 1)[1]))
-        return self._open_attempt(found[-1].parent) if found else None
-
-    def _open_attempt(self, folder: Path) -> Attempt:
-        return Attempt(folder, self.config, self.run, read_json(folder / "about.json"))
+        return Attempt(found[-1].parent, self.config, self.run, read_json(found[-1])) if found else None
 
     def begin(self, round: int, phase: int, cohort: Iterable[str]) -> Attempt:
         """Begin the first attempt at a phase. Raises RefusedError if its terms would protect no site."""
@@ -308,10 +304,10 @@ class Collector:
         self, place: Place, cohort: list[str], roster: Mapping[str, Message], cancelled: Mapping[str, str]
     ) -> Attempt:
         terms_of(self.config, len(cohort))
-        about = {"place": [place.round, place.phase, place.attempt], "cohort": cohort, "cancelled": dict(cancelled)}
-        folder = self.folder / str(place)
-        write_json(folder / "about.json", about | {"roster": dict(roster)})
-        return self._open_attempt(folder)
+        about: Message = {"place": [place.round, place.phase, place.attempt], "cohort": cohort, "cancelled": dict(cancelled)}
+        about["roster"], folder = dict(roster), self.folder / str(place)
+        write_json(folder / "about.json", about)
+        return Attempt(folder, self.config, self.run, about)
 
     def begin_next_attempt(self, last: Attempt) -> Attempt:
         """Begin a new attempt after a cancelled one, with the same sites and roster."""

@@ -44,7 +44,7 @@ from typing import Any, TypeGuard
 
 from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.core.sanitize import first_names_text
-from consilium.core.storage import file_lock, refuse_if_unwritable
+from consilium.core.storage import file_lock, make_private_folder, refuse_if_unwritable
 from consilium.privacy import audit_log
 
 FILE = "sums.jsonl"
@@ -58,8 +58,6 @@ UNIFORM = "uniform"
 SEAL = "sums"
 """The field of audit.jsonl with the seal of the line in sums.jsonl for the update's sum."""
 GENERATED = "generated data"
-SHOWN = 5
-"""The largest number of hospitals that a message names."""
 
 
 class SumLedger:
@@ -119,7 +117,7 @@ class SumLedger:
             )
         sets = [sites for sites, _ in past]
         if sets and new not in sets and not allowed:
-            apart = first_names_text(sorted(new ^ sets[-1]), SHOWN)
+            apart = first_names_text(sorted(new ^ sets[-1]))
             raise _sum_refusal(f"and an earlier one differ in {apart}, whose updates the difference shows", new)
 
 
@@ -237,10 +235,7 @@ def _readable_sums(path: Path) -> Iterator[dict[str, Any]]:
 @contextmanager
 def _lock_ledger(path: Path) -> Iterator[None]:
     """Let one process at a time check and write. The AuditLog that writes the file uses a different lock, see audit_log.py."""
-    with refuse_if_unwritable(path):
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = file_lock(path.with_name(f".{path.name}.lock"))
-    with lock:
+    with refuse_if_unwritable(path), file_lock(make_private_folder(path.parent) / f".{path.name}.lock"):
         yield
 
 
@@ -253,7 +248,7 @@ def _sum_refusal(
     """
     rule = f" --weights {shlex.quote(weights)}" if weights else ""
     return RefusedError(
-        f"secure aggregation without noise: a sum over {first_names_text(sorted(sites), SHOWN)} {what}; nothing was sent; "
+        f"secure aggregation without noise: a sum over {first_names_text(sorted(sites))} {what}; nothing was sent; "
         f"{first}, or add noise (privacy.unit: site), or let the administrator run: "
         f"consilium privacy sums KIT --allow {shlex.quote(','.join(sorted(sites)))}{rule} --reason TEXT",
         Reason.SUMS,

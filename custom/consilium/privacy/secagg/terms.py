@@ -98,10 +98,6 @@ class Place:
     phase: int
     attempt: int = 0
 
-    def to_dict(self) -> dict[str, int]:
-        """Return plain values."""
-        return asdict(self)
-
     def __str__(self) -> str:
         """Return the attempt's name in files and messages."""
         return f"{self.round}-{self.phase}-{self.attempt}"
@@ -132,7 +128,7 @@ def prepare_context(
     about: Message = {
         "job": config.digest,
         "run": run,
-        "place": place.to_dict(),
+        "place": asdict(place),
         "roster": dict(roster),
         "cohort": sorted(cohort),
     }
