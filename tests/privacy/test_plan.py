@@ -16,7 +16,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.messages import Kind
 from consilium.federation.job_assembly import assemble_job
-from consilium.privacy import accounting as accountant
+from consilium.privacy import plan as plans
 from consilium.privacy.accounting import SLACK, Entry, GaussianEvent, gaussian_delta
 from consilium.privacy.dpsgd import dpsgd
 from consilium.privacy.ledger import Ledger
@@ -208,7 +208,7 @@ def test_a_site_s_budget_must_cover_what_the_paper_s_calibration_really_costs(tm
 def test_the_paper_s_calibration_counts_the_steps_of_an_average_site(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven samples at three sites: three samples at a site, rounded up, so 30 steps of one in ten rounds, at rate 3 / 7."""
     asked = list[tuple[float, ...]]()
-    monkeypatch.setattr(accountant, "_opacus_sigma", lambda *what: asked.append(what) or 6.0)
+    monkeypatch.setattr(plans, "paper_sigma", lambda *what: asked.append(what) or 6.0)
     raw = small_config("fedit", rounds=10, local_epochs=1, batch_size=1).model_dump()
     config = JobConfig.model_validate(raw | {"privacy": PAPER | {"sites": 3, "samples": 7, "trust": "central"}})
     assert make_plan(config, config.strategy, names=FACTORS[:4]).noise_multiplier == 3.0  # of four tensors, each clipped

@@ -302,10 +302,8 @@ def file_hash(path: Path) -> str:
     return hashlib.sha256(parts.encode()).hexdigest()
 
 
-@cache
-def checkpoint_hash(path: Path) -> str:
-    """Return a checkpoint's `file_hash`, computed once per process, because the sites of a simulation share it."""
-    return file_hash(path)
+checkpoint_hash = cache(file_hash)
+"""Return a checkpoint's `file_hash`, computed once per process, because the sites of a simulation share it."""
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:

@@ -16,6 +16,7 @@ answers are raised by twice the accountant's numerical error. So a planned cost 
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -296,30 +297,23 @@ def check_delta(delta: float) -> None:
 # which this sensitivity does not hold.
 
 
-def paper_sigma(privacy: SiteLevelDpConfig, batch: int, steps: int) -> float:
-    """Return Opacus' sigma for `steps` steps at sample rate batch / samples. Raises ConfigError if Opacus finds none."""
-    assert privacy.epsilon is not None
-    assert privacy.sites is not None
-    assert privacy.samples is not None
-    try:
-        return _opacus_sigma(privacy.epsilon, 1 / privacy.sites, min(1.0, batch / privacy.samples), steps)
-    except ValueError:
-        raise ConfigError(
-            f"privacy.epsilon: {privacy.epsilon}: Opacus has no noise for it (calibration paper); ask for more, or fewer rounds"
-        ) from None
-
-
 @lru_cache(maxsize=64)
-def _opacus_sigma(epsilon: float, delta: float, rate: float, steps: int) -> float:
-    """Return Opacus' sigma. It is cached: the search takes seconds, and server, guard and site each make a plan."""
+def paper_sigma(epsilon: float, delta: float, rate: float, steps: int) -> float:
+    """Return Opacus' sigma for `steps` steps at this sample rate. Raises ConfigError if Opacus finds none.
+
+    It is cached: the search takes seconds, and server, guard and site each make a plan.
+    """
     from opacus.accountants.utils import get_noise_multiplier
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about its grid of orders
-        found = get_noise_multiplier(
-            target_epsilon=epsilon, target_delta=delta, sample_rate=rate, steps=steps, accountant="rdp"
-        )
-    return float(found)
+    options = {"target_epsilon": epsilon, "target_delta": delta, "sample_rate": rate, "steps": steps, "accountant": "rdp"}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about its grid of orders
+            return float(get_noise_multiplier(**options))
+    except ValueError:
+        raise ConfigError(
+            f"privacy.epsilon: {epsilon}: Opacus has no noise for it (calibration paper); ask for more, or fewer rounds"
+        ) from None
 
 
 def printed_epsilon(privacy: SiteLevelDpConfig) -> str:
@@ -459,11 +453,10 @@ def epsilon_for(unit: str, rows: Iterable[Entry], delta: float) -> float:
 
 def merge(spends: list[GaussianEvent]) -> list[GaussianEvent]:
     """Merge equal spends into one with a larger count. The time of an accountant grows with the number of different spends."""
-    counts: dict[tuple[float, float, float], int] = {}
+    counts = Counter[GaussianEvent]()
     for one in spends:
-        key = (one.noise_multiplier, one.sample_rate, one.slack)
-        counts[key] = counts.get(key, 0) + one.count
-    return [GaussianEvent(sigma, rate, count, slack) for (sigma, rate, slack), count in counts.items()]
+        counts[replace(one, count=1)] += one.count
+    return [replace(one, count=count) for one, count in counts.items()]
 
 
 def weakest(adjacencies: Iterable[str]) -> str:

@@ -30,7 +30,6 @@ from consilium.data.settings import PictureSettings
 from consilium.data.stats import Tally, class_cells, grey_bin_names
 
 FOLDER = "statistics"
-SettingNames = tuple(name for name in PictureSettings.model_fields if name not in ("resize", "crop"))
 Names = Annotated[tuple[Annotated[str, Field(min_length=1, max_length=64)], ...], Field(min_length=1, max_length=256)]
 Count = Annotated[int, Field(ge=0, le=10**9)]
 Part = Annotated[float, Field(ge=0, le=1)]
@@ -119,7 +118,8 @@ TERMS = Terms()
 def question_hash(config: JobConfig) -> str:
     """Return the SHA-256 of all job settings on which the statistics depend."""
     task = config.task.model_dump(mode="json")
-    kept = {key: task[key] for key in ("name", "classes", *SettingNames) if key in task}
+    names = [name for name in ("name", "classes", *PictureSettings.model_fields) if name not in ("resize", "crop")]
+    kept = {name: task[name] for name in names if name in task}
     section = config.statistics.model_dump(mode="json", exclude={"only"}) if config.statistics else None
     return hashlib.sha256(json.dumps([section, kept, config.data.model_dump(mode="json")]).encode()).hexdigest()
 

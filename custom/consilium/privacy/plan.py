@@ -272,8 +272,10 @@ def paper_plan(config: JobConfig, privacy: SiteLevelDpConfig, strategy: Strategy
 
 def printed_plan(privacy: SiteLevelDpConfig, batch_size: int, steps: int, releases: int, tensors: int) -> Plan:
     """Return the plan with the paper's noise for `steps` local steps, and the real cost of `releases` releases of `tensors`."""
+    assert privacy.epsilon is not None
     assert privacy.sites is not None
-    sigma = paper_sigma(privacy, batch_size * privacy.sites, steps)
+    assert privacy.samples is not None
+    sigma = paper_sigma(privacy.epsilon, 1 / privacy.sites, min(1.0, batch_size * privacy.sites / privacy.samples), steps)
     kept = sigma / math.sqrt(tensors * (privacy.sites if privacy.trust == "local" else 1))
     return Plan(privacy, kept, GaussianEvent(kept, slack=SLACK), releases, tensors)
 

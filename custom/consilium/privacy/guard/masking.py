@@ -1,6 +1,6 @@
 """The guard's part in secure aggregation: answers the server's questions about masks, and masks the update."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from consilium.privacy.secagg.arithmetic import UNIT, layout, quantize
 from consilium.privacy.secagg.certificates import Identity
 from consilium.privacy.secagg.client import FILE, SecAggClient, SiteRecord
 from consilium.privacy.secagg.server import MASKED
-from consilium.privacy.secagg.sum_ledger import SEAL, SumLedger, check_and_count_lines
-from consilium.privacy.secagg.terms import Message, Terms, read_attempt
+from consilium.privacy.secagg.sum_ledger import SumLedger, check_and_count_lines
+from consilium.privacy.secagg.terms import Message, read_attempt
 from consilium.strategies.strategy import Strategy
 
 FOLDER = "masks"
@@ -39,7 +39,6 @@ class Masking:
     records: Path
     sums: SumLedger
     identity: Identity | None
-    _terms: Terms | None = None
 
     def check_admission(self) -> None:
         """Raise RefusedError if this site cannot take part in the job's secure aggregation, by its settings or records."""
@@ -84,9 +83,9 @@ class Masking:
         """Check the keys and shares that came with a training task, before training. Raises RefusedError and records it."""
         try:
             party = self._open_party(task.run)
-            self._terms = party.check_train_question(task.payload, layout(upload_shapes(self.strategy, task.payload)))
+            terms = party.check_train_question(task.payload, layout(upload_shapes(self.strategy, task.payload)))
             if self.trail.plan is not None:
-                self.trail.plan.check_honest_noise_shares(self._terms.least_honest_sites)
+                self.trail.plan.check_honest_noise_shares(terms.least_honest_sites)
                 self.check_noise_fits(party.largest_number())
         except RefusedError as refusal:
             self.trail.note("refusal", again=True, step="train", what=str(refusal))
@@ -126,12 +125,7 @@ class Masking:
         words = party.mask(read_attempt(task.payload.masking), quantize(released.tensors), weight)
         metrics = {} if self.trail.plan else released.metrics
         masked = replace(released, tensors={MASKED: torch.from_numpy(words.view("int64").copy())}, metrics=metrics)
-        assert self._terms is not None  # `check_task_shares` came before
-        about: dict[str, Any] = {"masked": asdict(self._terms)}
-        if party.summed:  # without noise, also record with which sites the update is summed
-            listed = {key: party.summed[key] for key in ("sites", "weights")}
-            about = {"masked": about["masked"] | listed, SEAL: party.summed[SEAL]}
-        return masked, about
+        return masked, party.about
 
     def delete_keys_if_final(self, task: AuthorizedTask) -> None:
         """Delete the run's keys at its final evaluation. Afterwards no sum of the run can be opened."""

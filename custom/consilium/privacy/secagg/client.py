@@ -101,14 +101,15 @@ class SiteRecord:
 class SecAggClient:
     """One site in one run. `run`: the run's name; `record`: the site's questions and answers of this run.
 
-    `sums`: the site's ledger of sums without noise over all runs, None in a job with noise.
+    `sums`: the site's ledger of sums without noise over all runs, None in a job with noise. `about`: the fields about the last
+    masked update for its line in the record of what leaves.
     """
 
     def __init__(
         self, identity: Identity, config: JobConfig, run: str, record: SiteRecord, sums: SumLedger | None = None
     ) -> None:
         self.identity, self.config, self.run, self.record, self.asks = identity, config, run, record, identity.asks
-        self.name, self.sums, self.summed = identity.name, sums, dict[str, Any]()
+        self.name, self.sums, self.about = identity.name, sums, dict[str, Any]()
 
     # questions ---------------------------------------------------------------------------------------------------------
 
@@ -283,10 +284,11 @@ class SecAggClient:
             attempt = self._current_attempt(values, asdict(place))
             told = _stored_answer(attempt, "train")
             words = arithmetic.flatten(integers, weight, self._largest_units(values, weight))
+            cohort = list(attempt["cohort"])
+            self.about = {"masked": asdict(terms_of(self.config, len(cohort)))}
             if self.sums is not None:  # recorded for all later runs, before the update is masked
-                cohort = list(attempt["cohort"])
-                seal = self.sums.add(cohort, self.run)
-                self.summed = {"sites": cohort, "weights": self.sums.weights, SEAL: seal}  # for the record of what leaves
+                self.about[SEAL] = self.sums.add(cohort, self.run)
+                self.about["masked"] |= {"sites": cohort, "weights": self.sums.weights}
             numbers = {**integers, "": torch.tensor([weight])}
             self.record.answer_once(attempt, "masked", {"numbers": digest(numbers)}, dict)
             words += sealing.mask(bytes.fromhex(attempt["seed"]), len(words))

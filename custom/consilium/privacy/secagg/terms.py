@@ -76,8 +76,7 @@ def terms_of(config: JobConfig, asked: int) -> Terms:
     summed, and the server cannot choose.
     """
     section = config.secure_aggregation
-    if section is None:
-        raise RefusedError("secure_aggregation: the job has no such section; nothing was sent", Reason.TASK)
+    assert section is not None  # other jobs have no such tasks
     threshold = section.threshold or default_threshold(asked)
     least = max(threshold, config.federation.min_sites, asked if config.has_sums_without_noise else 0)
     found = Terms(asked, threshold, least, section.colluders)
