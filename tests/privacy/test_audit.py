@@ -165,20 +165,13 @@ def test_a_disk_that_is_full_within_a_line_leaves_no_half_of_it(tmp_path: Path) 
     assert ([line["kind"] for line in found["messages"]], found["broken_line"]) == (["hello", "update"], None)
 
 
-def test_nothing_is_written_behind_half_a_line(tmp_path: Path) -> None:
-    path = tmp_path / audit_log.FILE
-    audit_log.AuditLog(path).add({"kind": "hello"})
-    path.write_text(before := path.read_text().rstrip())
+@pytest.mark.parametrize(("text", "broken"), [('{"kind": "hello", "previous": ""}', None), ("[1]\n", 1)])
+def test_nothing_is_written_behind_half_a_line_or_one_that_is_no_map(text: str, broken: int | None, tmp_path: Path) -> None:
+    (tmp_path / audit_log.FILE).write_text(text)
+    assert audit_log.read_with_epsilon(tmp_path / audit_log.FILE)["broken_line"] == broken
     with pytest.raises(RefusedError, match="a line is damaged"):
-        audit_log.AuditLog(path).add({"kind": "update"})
-    assert path.read_text() == before
-
-
-def test_a_line_that_is_no_map_is_damage(tmp_path: Path) -> None:
-    (tmp_path / audit_log.FILE).write_text("[1]\n")
-    assert audit_log.read_with_epsilon(tmp_path / audit_log.FILE)["broken_line"] == 1
-    with pytest.raises(RefusedError, match="a line is damaged"):
-        audit_log.AuditLog(tmp_path / audit_log.FILE).add({"kind": "hello"})
+        audit_log.AuditLog(tmp_path / audit_log.FILE).add({"kind": "update"})
+    assert (tmp_path / audit_log.FILE).read_text() == text
 
 
 SPEND = {"noise_multiplier": 2.0, "sample_rate": 1.0, "count": 1, "slack": 0.0}

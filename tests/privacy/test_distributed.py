@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -368,13 +367,3 @@ def test_a_site_level_run_with_deer_under_masks_moves_by_the_noise_of_the_shares
     assert all(torch.equal(masked[name], server[name]) for name in plain)  # the server adds the noise to the opened sum
     noisy = run(job(SITE, "deer", rounds=1), tmp_path / "noisy")
     assert max(float((noisy[name] - plain[name]).abs().max()) for name in plain) > 1e-2
-
-
-def test_units_are_drawn_independently_with_the_rate() -> None:
-    randomness = Randomness.of(0)
-    sizes = np.array([len(randomness.poisson_sample(50, 0.1)) for _ in range(2000)])
-    assert sizes.mean() == pytest.approx(5.0, abs=0.2)
-    assert sizes.var() == pytest.approx(50 * 0.1 * 0.9, rel=0.12)  # binomial
-    often = np.bincount([i for _ in range(2000) for i in randomness.poisson_sample(10, 0.1)], minlength=10)
-    assert (abs(often - 200) < 5 * math.sqrt(180)).all()
-    assert randomness.poisson_sample(20, 1e-20) == []

@@ -18,7 +18,7 @@ from consilium.privacy.secagg.arithmetic import UNIT
 
 M, R, N = 7, 3, 13
 NONE: dict[str, Geometry] = {}
-seeded = Randomness.seeded
+seeded = Randomness.of
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -208,10 +208,12 @@ def test_an_attack_finds_less_than_is_claimed_and_far_more_without_noise() -> No
     assert silent > 3 * claimed
 
 
-def test_noise_is_gaussian_of_the_grids_deviation_and_never_repeats() -> None:
-    zero = {"w": torch.zeros(200, 100)}
-    one, other = (privatized_coordinates(zero, NONE, 1.0, 2**36)[0]["w"] for _ in range(2))
+def test_noise_is_gaussian_of_the_grids_deviation_and_repeats_with_its_seed_only() -> None:
+    zero, sources = {"w": torch.zeros(200, 100)}, (secret_bytes, secret_bytes, seeded(1), seeded(1), seeded(2))
+    one, other, first, again, third = (privatized_coordinates(zero, NONE, 1.0, 2**36, bits)[0]["w"] for bits in sources)
     assert not torch.equal(one, other)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, third)
     assert kstest((one.double() * UNIT).flatten().numpy(), "norm").pvalue > 1e-4
 
 
@@ -234,9 +236,3 @@ def test_clipping_factors_as_the_paper_prints_breaks_the_bound_and_ours_keeps_it
     ours = released_of({"w": update}, {"w": geometry(a, "right", 1.0)}, clip, 0.0, seeded(0))[0]["w"]
     assert float((printed @ a).norm()) == pytest.approx(10.0 * clip)
     assert float((ours @ a).norm()) == pytest.approx(clip)
-
-
-def test_seeded_noise_repeats_and_differs_by_seed() -> None:
-    one, again, other = (privatized_coordinates({"w": torch.zeros(9)}, NONE, 1.0, 2**36, seeded(n))[0]["w"] for n in (1, 1, 2))
-    assert torch.equal(one, again)
-    assert not torch.equal(one, other)

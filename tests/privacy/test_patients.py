@@ -2,10 +2,10 @@
 
 import json
 import math
-import sqlite3
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -233,20 +233,15 @@ def test_the_doctor_compares_budgets_with_what_the_list_knows(
 ROW = Entry("ward-7", "patient", "zero-out", "local", "job", "run-1", 0, 0, 20.0, 1.0, 1, 0.3)
 
 
-def test_a_patient_level_row_costs_a_patient_what_it_was_planned_for_and_ends_a_claim_for_the_site() -> None:
-    rows = [ROW, replace(ROW, round=1)]
-    assert epsilon_for("patient", rows, 1e-5) == pytest.approx(gaussian_epsilon(math.sqrt(2) / 20, 1e-5))
-    assert epsilon_for("site", rows, 1e-5) == math.inf
-
-
-def test_a_site_level_row_costs_a_patient_what_it_costs_a_record() -> None:
-    rows = [replace(ROW, unit="site")]
-    assert epsilon_for("patient", rows, 1e-5) == epsilon_for("record", rows, 1e-5)
-    assert epsilon_for("patient", rows, 1e-5) == pytest.approx(gaussian_epsilon(2 / 20, 1e-5))
-
-
-def test_a_record_level_row_bounds_nothing_for_a_patient() -> None:
-    assert epsilon_for("patient", [replace(ROW, unit="record")], 1e-5) == math.inf
+@pytest.mark.parametrize(
+    ("unit", "patient", "site"),
+    [("patient", 2**0.5 / 20, None), ("site", 2 * 2**0.5 / 20, 2**0.5 / 20), ("record", None, None)],
+)
+def test_what_two_rows_of_a_unit_cost_a_patient_and_a_site(unit: Any, patient: float | None, site: float | None) -> None:
+    """By hand: mu^2 adds up; a site's rows count with half their noise for a part of it. None: they bound nothing."""
+    rows = [replace(ROW, unit=unit), replace(ROW, unit=unit, round=1)]
+    for whom, mu in {"patient": patient, "site": site}.items():
+        assert epsilon_for(whom, rows, 1e-5) == pytest.approx(math.inf if mu is None else gaussian_epsilon(mu, 1e-5))
 
 
 def test_a_patient_level_row_costs_a_record_two_patients_at_most_by_group_privacy() -> None:
@@ -266,23 +261,3 @@ def test_budgets_for_patients_are_kept(tmp_path: Path) -> None:
         ledger.check_budget([replace(ROW, round=n) for n in range(1, 9)], budgets)
     with pytest.raises(RefusedError, match=r"one patient .* inf.*record level"):
         ledger.charge_once(replace(ROW, unit="record", run="other"), budgets)
-
-
-OLD = """CREATE TABLE releases (time REAL NOT NULL, "dataset" NOT NULL, "unit" NOT NULL, "adjacency" NOT NULL, "trust" NOT NULL,
-"job" NOT NULL, "run" NOT NULL, "round" NOT NULL, "phase" NOT NULL, "noise_multiplier" NOT NULL, "sample_rate" NOT NULL,
-"count" NOT NULL, "clip" NOT NULL, "private" NOT NULL, "digest" NOT NULL, seal NOT NULL)"""
-OLD_ROW = (1.5, "ward-7", "record", "zero-out", "local", "job", "run-1", 0, 0, 20.0, 0.01, 50, 0.3, 1, "")
-OLD_SEAL = "f4332139c817b5997b4fa2b26b6e90226a60c077d8fd40d916f394b2dcef1dda"
-"""As the version before patients wrote it."""
-
-
-def test_rows_of_the_version_before_patients_are_read_and_new_ones_follow_them(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.sqlite"
-    with sqlite3.connect(path) as db:
-        db.execute(OLD)
-        db.execute(f"INSERT INTO releases VALUES ({', '.join('?' * 16)})", (*OLD_ROW, OLD_SEAL))
-    ledger = Ledger(path)
-    assert [(row.unit, row.count) for row in ledger.entries()] == [("record", 50)]
-    assert epsilon_for("record", ledger.entries(), 1e-5) == pytest.approx(epsilon_of([GaussianEvent(20.0, 0.01, 50)], 1e-5))
-    ledger.charge_once(replace(ROW, run="run-2"), {})
-    assert [row.unit for row in ledger.entries()] == ["record", "patient"]

@@ -34,7 +34,6 @@ PRIVATE, PUBLIC = 0o600, 0o666
 """Modes of new files. State is private to its owner; files that a user exports follow the umask."""
 MOST_NOTES = 2**26
 """The largest size in bytes of a JSON file that `note` writes. Of these, drift.json grows most: by about 10 kB per round."""
-_TEMPORARY = re.compile(r"\..+\.(\d{1,9})")
 
 
 def save_state(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
@@ -251,7 +250,7 @@ def sweep(folder: Path) -> list[Path]:
     """Remove temporary files under `folder` that `write_atomic` left when its process ended; return their paths."""
     found = []
     for path in folder.rglob(".*"):
-        if (match := _TEMPORARY.fullmatch(path.name)) is None:
+        if (match := re.fullmatch(r"\..+\.(\d{1,9})", path.name)) is None:
             continue
         try:  # the process has ended if none has its id, or one that started after the file was written
             plain = not path.is_symlink() and path.is_file()

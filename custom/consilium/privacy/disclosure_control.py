@@ -24,7 +24,7 @@ from pydantic import Field, ValidationError
 
 from consilium.config.job import JobConfig
 from consilium.core.errors import Reason, RefusedError
-from consilium.core.schema import Section
+from consilium.core.schema import Section, Share
 from consilium.core.storage import lock_folder, read_json, refuse_if_unwritable, write_json
 from consilium.data.settings import PictureSettings
 from consilium.data.stats import Tally, class_cells, grey_bin_names
@@ -32,7 +32,6 @@ from consilium.data.stats import Tally, class_cells, grey_bin_names
 FOLDER = "statistics"
 Names = Annotated[tuple[Annotated[str, Field(min_length=1, max_length=64)], ...], Field(min_length=1, max_length=256)]
 Count = Annotated[int, Field(ge=0, le=10**9)]
-Part = Annotated[float, Field(ge=0, le=1)]
 
 
 class Group(Section):
@@ -46,7 +45,7 @@ class AreaShare(Section):
     """The mean share of a picture that the cells `names` take together."""
 
     names: Names
-    share: Part
+    share: Share
 
 
 Groups = Annotated[tuple[Group, ...], Field(max_length=256)]

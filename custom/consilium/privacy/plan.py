@@ -34,7 +34,6 @@ from consilium.privacy.discrete_gaussian import honest_shares, rounding, share_d
 from consilium.privacy.secagg.terms import Terms, default_threshold
 from consilium.strategies.strategy import Role, Strategy
 
-OTHER_DELTAS = (1e-5, 1e-6)
 DEVIATIONS = 40
 """Standard deviations of noise for which a bound must leave room; noise practically never exceeds them."""
 HIDDEN = {
@@ -169,7 +168,7 @@ class Plan:
 
     def summary(self) -> dict[str, Any]:
         """Return the claim, its numbers, and epsilon at the job's and other deltas as plain JSON values."""
-        deltas = sorted({self.config.delta, *OTHER_DELTAS}, reverse=True)
+        deltas = sorted({self.config.delta, 1e-5, 1e-6}, reverse=True)
         return {
             "claim": self.claim(),
             **({"not_private": list(self.seeded)} if self.seeded else {}),

@@ -137,15 +137,6 @@ def test_trust_without_a_budget_is_enforced(privacy: dict | None, client: MakeCl
     assert not site.trainer.did
 
 
-def test_a_record_level_job_cannot_void_a_site_level_claim(client: MakeClient) -> None:
-    first = client(SITE_LEVEL, budgets={"site": {"epsilon": 5}})
-    first.ask("train", first.task())
-    assert spent(first) < 3
-    other = client(RECORD_LEVEL, folder="two", budgets={"site": {"epsilon": 5}})
-    assert wire.reason_of(other.ask("train", other.task(run="run-2"))) is Reason.BUDGET
-    assert spent(other) < 3
-
-
 def test_units_compose_for_a_record(client: MakeClient) -> None:
     """A site-level job counts against a record's budget; shown side by side, 1.27 and 2.92 were really over 4."""
     budgets = {"record": {"epsilon": 4.0}}

@@ -108,12 +108,3 @@ def test_a_refusal_is_no_task(task: str, client: MakeClient) -> None:
     both.set_return_code(ReturnCode.EXECUTION_EXCEPTION)
     assert refused(site, site.ask("train", both))
     assert wire.reason_of(site.ask("train", site.task())) is None
-
-
-@pytest.mark.parametrize("privacy", [SITE_LEVEL, RECORD_LEVEL])
-def test_one_authorization_buys_one_release(privacy: dict, client: MakeClient) -> None:
-    """The same task again gets the same bytes; no second training result leaves for the price of the first."""
-    site = client(privacy)
-    first, second = (wire.decode(site.ask("train", site.task()))[0] for _ in range(2))
-    assert all(bool((first.tensors[name] == tensor).all()) for name, tensor in second.tensors.items())
-    assert sum(row.count > 0 for row in site.guard.ledger.entries()) == 1

@@ -33,11 +33,6 @@ FILE = "released.safetensors"
 """The last paid release."""
 BEGUN = "begun.json"
 """The file with the newest round and phase in which training has begun, whatever the outcome."""
-REMEDY_PAID = "removing it loses the reply of its round only"
-REMEDY_PENDING = "after removing it, its round can be trained again until a newer round has begun"
-"""The second remedy in the message if the last paid release, or a pending one, cannot be read."""
-PENDING = re.compile(r"unpaid-(\d+)-(\d+)\.safetensors")
-"""The file name of a pending release, by round and phase."""
 
 
 class StoredRelease(NamedTuple):
@@ -60,7 +55,10 @@ def mark_paid(folder: Path, place: tuple[int, int]) -> None:
     with refuse_if_unwritable(folder / FILE):
         if _pending_path(folder, place).is_file():
             for path in folder.glob("unpaid-*"):  # before the replacement, so that no older one remains
-                if (found := PENDING.fullmatch(path.name)) and (int(found[1]), int(found[2])) < place:
+                if (found := re.fullmatch(r"unpaid-(\d+)-(\d+)\.safetensors", path.name)) and (
+                    int(found[1]),
+                    int(found[2]),
+                ) < place:
                     path.unlink()
             os.replace(_pending_path(folder, place), folder / FILE)
 
@@ -72,11 +70,12 @@ def load(folder: Path, place: tuple[int, int], paid: bool) -> StoredRelease | No
     be read.
     """
     if _pending_path(folder, place).is_file():
-        return _read_release(_pending_path(folder, place), REMEDY_PENDING)
+        otherwise = "after removing it, its round can be trained again until a newer round has begun"
+        return _read_release(_pending_path(folder, place), otherwise)
     if not (folder / FILE).exists():
         return None
     try:
-        found = _read_release(folder / FILE, REMEDY_PAID)
+        found = _read_release(folder / FILE, "removing it loses the reply of its round only")
     except RefusedError:
         if paid or _newest_started(folder) == task_schedule.NO_ROUND:  # begun.json is lost too
             raise

@@ -118,10 +118,6 @@ def read_identity(folder: Path, name: str, server: str, asks: SitePartnersConfig
 # roster ----------------------------------------------------------------------------------------------------------------
 # The roster holds, per site, its signed key for the run and its certificate. It only grows, and sites check it in every phase.
 
-FIELDS = {"key", "certificate", "signature"}
-_KEY = 64
-"""Hex digits of an X25519 public key."""
-
 
 def roster_entry(identity: Identity, job: str, run: str, key: str) -> Message:
     """Return a site's roster entry: its X25519 public `key` for this run of this job, signed, with the site's certificate."""
@@ -135,15 +131,19 @@ def _signed_fields(job: str, run: str, name: str, key: str) -> tuple[bytes, ...]
 
 def check_entry(found: Any, key: rsa.RSAPublicKey, job: str, run: str, name: str) -> None:
     """Raise RefusedError unless the key in an entry is signed by the site `name` for this run of this job."""
-    if len(found["key"]) != _KEY or not is_signed_by(
+    if len(found["key"]) != 64 or not is_signed_by(
         key, found["signature"], "hello", *_signed_fields(job, run, name, found["key"])
     ):
         raise refusal_error(f"the key of {name[:80]!r} is not signed by it")
 
 
 def check_form(found: Any, name: str) -> None:
-    """Raise RefusedError unless an entry has exactly the FIELDS, all of them text."""
-    if not isinstance(found, dict) or found.keys() != FIELDS or not all(map(is_text_field, found.values())):
+    """Raise RefusedError unless an entry has exactly its three fields, all of them text."""
+    if (
+        not isinstance(found, dict)
+        or found.keys() != {"key", "certificate", "signature"}
+        or not all(map(is_text_field, found.values()))
+    ):
         raise refusal_error(f"the entry of {str(name)[:80]!r} is invalid")
 
 
