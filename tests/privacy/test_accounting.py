@@ -95,20 +95,13 @@ def test_no_noise_is_infinite_and_nothing_costs_nothing() -> None:
     [
         (0, 1e-5, "epsilon"),
         (-1, 1e-5, "epsilon"),
-        (1e-6, 1e-300, "epsilon"),
-        (1, 0, "delta"),
-        (1, 1e-320, "delta"),
-        (1, 1, "delta"),
+        (1e-6, 1e-300, "epsilon: .* needs noise of"),
+        *[(1, d, "delta") for d in (0, 1e-320, 1)],
     ],
 )
 def test_impossible_budgets_are_named(epsilon: float, delta: float, field: str) -> None:
     with pytest.raises(ConfigError, match=rf"privacy\.{field}"):
         noise_multiplier(epsilon, delta, 10)
-
-
-def test_a_budget_that_needs_absurd_noise_says_so() -> None:
-    with pytest.raises(ConfigError, match="needs noise of"):
-        noise_multiplier(1e-4, 1e-9, 100_000)
 
 
 ACCOUNTANTS = pytest.mark.parametrize("accountant", ["exact", "prv", "rdp"])

@@ -132,20 +132,6 @@ def test_a_crash_in_a_transaction_loses_no_row(tmp_path: Path) -> None:
     assert Ledger(tmp_path / "l").entries() == [ONE]
 
 
-@pytest.mark.parametrize("content", [b"not a database at all, but long enough to be read as one" * 50, None])
-def test_a_ledger_that_cannot_be_used_refuses(content: bytes | None, tmp_path: Path) -> None:
-    path = tmp_path / "l"
-    if content is None:
-        with sqlite3.connect(path) as db:
-            db.execute("CREATE TABLE releases (other TEXT)")
-    else:
-        path.write_bytes(content)
-    with pytest.raises(RefusedError, match="cannot be used"):
-        Ledger(path).charge_once(ONE, BUDGET)
-    with pytest.raises(RefusedError, match="cannot be used"):
-        Ledger(path).entries()
-
-
 def test_data_known_by_their_list_do_not_begin_anew_under_a_name(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "l")
     check_dataset_name("a", "ward-7", "/data/list.json", ledger)

@@ -129,14 +129,6 @@ def test_a_share_of_the_noise_is_refused_without_masks_and_among_fewer_sites_tha
     assert terms_of(config, 1200).least_honest_sites == 999
 
 
-@pytest.mark.parametrize("privacy", [None, SITE_LEVEL | {"trust": "central"}])
-def test_trust_without_a_budget_is_enforced(privacy: dict | None, client: MakeClient) -> None:
-    site = client(privacy, trust=["local"])
-    for task, message in (("hello", wire.encode_dict(wire.HELLO, {"run": "r"})), ("train", site.task(run="r"))):
-        assert wire.reason_of(site.ask(task, message)) is Reason.POLICY
-    assert not site.trainer.did
-
-
 def test_units_compose_for_a_record(client: MakeClient) -> None:
     """A site-level job counts against a record's budget; shown side by side, 1.27 and 2.92 were really over 4."""
     budgets = {"record": {"epsilon": 4.0}}
@@ -158,14 +150,6 @@ def test_a_cohort_that_everybody_can_see_amplifies_nothing(asked: int) -> None:
     assert plan.epsilon(asked) <= 4.001
     mu = math.sqrt(asked) / plan.noise_multiplier  # composition of Gaussians, Dong, Roth and Su 2022
     assert plan.epsilon(asked) == pytest.approx(_epsilon(mu), rel=1e-6)
-
-
-def test_noise_of_none_is_no_private_job(client: MakeClient) -> None:
-    silent = {"unit": "site", "clip": 0.5, "noise_multiplier": 0}
-    for policy in ({"budgets": {"site": {"epsilon": 1e4}}}, {"trust": ["local"]}):
-        site = client(silent, **policy)
-        assert wire.reason_of(site.ask("train", site.task())) is Reason.POLICY
-        assert not site.trainer.did
 
 
 def _epsilon(mu: float) -> float:
