@@ -536,7 +536,7 @@ def test_a_weight_or_noise_that_sums_have_no_room_for_is_refused_with_the_remedy
     )
     privacy = {"unit": "site", "noise_multiplier": 2.0, "clip": 1.0}  # 1 + 40 * 2
     guard = Federation(job_of(secure={"bound": 80.9}, privacy=privacy), tmp_path / "low", identities).members["site-1"].guard
-    with pytest.raises(RefusedError, match=r"secure_aggregation\.bound 80\.9 .*81"):
+    with pytest.raises(RefusedError, match=r"secure_aggregation\.bound is 80\.9 .*81"):
         guard.authorize(Kind.HELLO, "r")
     enough = Federation(job_of(secure={"bound": 81}, privacy=privacy), tmp_path / "enough", identities)
     enough.members["site-1"].guard.authorize(Kind.HELLO, "r")
