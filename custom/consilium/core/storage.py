@@ -249,7 +249,7 @@ def make_private_folder(path: Path) -> Path:
 def sweep(folder: Path) -> list[Path]:
     """Remove temporary files under `folder` that `write_atomic` left when its process ended; return their paths."""
     found = []
-    for path in folder.rglob(".*"):
+    for path in list(folder.rglob(".*")):
         if (match := re.fullmatch(r"\..+\.(\d{1,9})", path.name)) is None:
             continue
         try:  # the process has ended if none has its id, or one that started after the file was written
@@ -260,9 +260,8 @@ def sweep(folder: Path) -> list[Path]:
         except (psutil.Error, OSError, OverflowError):
             gone = False
         if gone:
+            path.unlink(missing_ok=True)
             found.append(path)
-    for path in found:
-        path.unlink(missing_ok=True)
     return found
 
 

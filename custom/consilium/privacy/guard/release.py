@@ -12,7 +12,7 @@ from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.core.messages import Payload, Tensors
 from consilium.core.norms import non_finite_names
-from consilium.core.storage import digest, lock_folder, read_notes, refuse_if_unwritable, write_json
+from consilium.core.storage import digest, lock_folder, note, read_notes, refuse_if_unwritable
 from consilium.privacy import mechanism
 from consilium.privacy.discrete_gaussian import Bits, add_share
 from consilium.privacy.plan import Plan
@@ -163,9 +163,10 @@ def record_scored_model(folder: Path, place: tuple[int, int], sent: Payload) -> 
     path = folder / FILE
     with refuse_if_unwritable(path), lock_folder(folder):  # FLARE may leave two processes of one site
         known = read_notes(path, "restore it, or submit the job again")
-        if known.setdefault(key, {"model": found}) != {"model": found}:
+        if known.get(key, {"model": found}) != {"model": found}:
             raise RefusedError(f"round {place[0]} phase {place[1]} had another model before; nothing was sent", Reason.TASK)
-        write_json(path, known)
+        if key not in known:
+            note(path, key, {"model": found})
 
 
 def is_adapter_tensor(name: str, names: Collection[str]) -> bool:
