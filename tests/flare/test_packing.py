@@ -1,6 +1,8 @@
 """One buffer for small tensors: nothing is changed, nothing odd gets through, and what it adds stays small."""
 
 import json
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -22,9 +24,34 @@ TENSORS = {
 }
 
 
+OTHER_PROCESS = """
+import sys
+from nvflare.apis.shareable import Shareable
+from nvflare.apis.utils.decomposers import flare_decomposers
+from nvflare.fuel.utils import fobs
+flare_decomposers.register()
+sys.stdout.buffer.write(fobs.dumps(Shareable({"cert": b"the server's"})))
+"""
+SENDS_OURS_FIRST = """
+import sys
+from nvflare.fuel.utils import fobs
+from consilium.core.messages import Payload
+from consilium.flare.job import wire
+wire.register()
+fobs.dumps(wire.encode(Payload(0, 0, {}), "run-1", update=True))
+assert fobs.loads(sys.stdin.buffer.read())["cert"] == b"the server's"
+"""
+
+
 def through(payload: Payload, packed: bool = True) -> Payload:
     wire.register()
     return wire.decode(fobs.loads(fobs.dumps(wire.encode(payload, "run-1", update=True, packed=packed))))[0]
+
+
+def test_flares_messages_keep_their_contents_after_ours() -> None:
+    # FLARE's admin login reads the server's certificate from such a message; without it no session succeeds
+    sent = subprocess.run([sys.executable, "-c", OTHER_PROCESS], check=True, capture_output=True).stdout
+    subprocess.run([sys.executable, "-c", SENDS_OURS_FIRST], input=sent, check=True)
 
 
 def test_packing_keeps_tensors() -> None:
