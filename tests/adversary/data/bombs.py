@@ -19,7 +19,7 @@ from typing import Any
 MIB = 2**20
 ITEM, ITEM_END, SEQUENCE_END = b"\xfe\xff\x00\xe0", b"\xfe\xff\x0d\xe0\0\0\0\0", b"\xfe\xff\xdd\xe0\0\0\0\0"
 IMPLICIT, EXPLICIT, DEFLATED = "1.2.840.10008.1.2", "1.2.840.10008.1.2.1", "1.2.840.10008.1.2.1.99"
-RLE, J2K, JPEG = "1.2.840.10008.1.2.5", "1.2.840.10008.1.2.4.90", "1.2.840.10008.1.2.4.50"
+RLE, J2K, JPEG, JPEG_LS = (f"1.2.840.10008.1.2.{n}" for n in ("5", "4.90", "4.50", "4.80"))
 CT, CONTOURS, SEGMENTATION = (f"1.2.840.10008.5.1.4.1.1.{n}" for n in ("2", "481.3", "66.4"))
 UNDEFINED = 0xFFFFFFFF
 
@@ -161,6 +161,13 @@ def huge_code(path: Path) -> None:
     """Write a frame that claims 64 x 64 pixels, with a JPEG of 60,000 x 60,000 in it."""
     sof = b"\xff\xd8\xff\xc0" + struct.pack(">HBHHB", 11, 8, 60_000, 60_000, 1) + b"\x01\x11\0"
     dicom(path, JPEG, pixels(64, 64) + encapsulated(sof + bytes(99)))
+
+
+def huge_lossless_code(path: Path) -> None:
+    """Write a frame that claims 64 x 64 pixels, with a JPEG-LS of 60,000 x 60,000 in it."""
+    head = b"\xff\xd8\xff\xf7" + struct.pack(">HBHHB", 11, 8, 60_000, 60_000, 1) + b"\x01\x11\0"
+    scan = b"\xff\xda" + struct.pack(">HB", 8, 1) + b"\x01\0\0\0\0"
+    dicom(path, JPEG_LS, pixels(64, 64) + encapsulated(head + scan + bytes(1000) + b"\xff\xd9"))
 
 
 def precincts(path: Path) -> None:
@@ -381,6 +388,27 @@ def bmp_runs(path: Path) -> None:
     info = struct.pack("<IiiHHIIiiII", 40, 20_000_000, 1, 1, 8, 1, len(code), 0, 0, 256, 0)
     start = 14 + len(info) + len(palette)
     path.write_bytes(b"BM" + struct.pack("<IHHI", start + len(code), 0, 0, start) + info + palette + code)
+
+
+def _gif_frame(side: int) -> bytes:
+    """Return a GIF's frame that claims side x side pixels and holds 100."""
+    codes = b"\x8c\x2d\x99\x87\x2a\x1c\xdc\x33\xa0\x02\x75\xec\x95\xfa\xa8\xde\x60\x8c\x04\x91\x4c\x01"
+    return b"\x2c" + struct.pack("<HHHHB", 0, 0, side, side, 0) + b"\x02" + bytes([len(codes)]) + codes + b"\0"
+
+
+def _gif(path: Path, frames: bytes) -> None:
+    screen = struct.pack("<HHBBB", 16, 16, 0x80, 0, 0)
+    path.write_bytes(b"GIF89a" + screen + bytes(3) + b"\xff" * 3 + frames + b"\x3b")
+
+
+def gif_frame(path: Path) -> None:
+    """Write a GIF whose screen has 16 x 16 pixels and whose frame claims 60,000 x 60,000."""
+    _gif(path, _gif_frame(60_000))
+
+
+def gif_pages(path: Path) -> None:
+    """Write a GIF of 400,000 frames in 15 MB."""
+    _gif(path, _gif_frame(10) * 400_000)
 
 
 def json_list(path: Path) -> None:
