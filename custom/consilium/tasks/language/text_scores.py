@@ -58,14 +58,14 @@ def _first_characters(written: Sequence[str], references: Sequence[Sequence[str]
 def rouge_l(written: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
     """Return each answer's F-measure of the longest common subsequence of stems, with its best reference."""
     from nltk.stem.porter import PorterStemmer
-    from rouge_score.scoring import fmeasure
 
     stem, found = PorterStemmer().stem, []
     for one, refs in zip(written, references, strict=True):
         own, scores = _stems(one, stem), [0.0]
         for true in filter(None, (_stems(ref, stem) for ref in (refs if own else ()))):
             common = _longest_common(own, true)
-            scores.append(fmeasure(common / len(own), common / len(true)))
+            precision, recall = common / len(own), common / len(true)
+            scores.append(2 * precision * recall / (precision + recall) if common else 0.0)
         found.append(max(scores))
     return found
 
