@@ -6,6 +6,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -208,6 +209,24 @@ def test_the_server_forgets_a_run_and_flares_copies_of_its_jobs_and_that_is_on_r
     (said,) = read_with_epsilon(server / STATE / FILE)["messages"]
     assert (said["run"], said["reason"], said["jobs"], said["files"]) == (name, "hospital b withdrew", [job], 4)
     assert len(before - files(tmp_path)) == 4
+
+
+def test_what_a_killed_server_left_of_a_job_goes_too(server: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLARE deletes a job's folder in the kit at the job's end, which a job without a process does not reach."""
+    for job in (JOB, OTHER):
+        (server / job).mkdir()
+        (server / job / "log.txt").write_text("x")
+    assert run(monkeypatch, "forget", "fundus-1", "--kit", server, "--reason", "x") == 0
+    assert not (server / JOB).exists()
+    assert (server / OTHER / "log.txt").is_file()
+
+
+def test_a_user_without_a_name_is_on_record_by_number(kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container. The files were deleted, and the record was not written."""
+    monkeypatch.setattr("getpass.getuser", Mock(side_effect=KeyError("getpwuid(): uid not found: 4242")))
+    assert run(monkeypatch, "forget", "fundus-1", "--kit", kit, "--reason", "x") == 0
+    (said,) = read_with_epsilon(kit / STATE / FILE)["messages"]
+    assert said["by"] == f"user {os.getuid()}"
 
 
 def test_the_server_unlinks_a_job_that_lies_elsewhere_and_follows_no_link(

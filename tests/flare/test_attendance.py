@@ -159,6 +159,10 @@ def test_a_site_shares_health_with_its_leave_only_and_nothing_of_its_data(tmp_pa
     assert found is not None
     assert found["data_readable"] is True
     assert found["refusal"] == "data"
+    # another run's record was written to last, and its refusal is older
+    older = AuditLog(kit / STATE / "runs" / "r2" / "sites" / "clinic" / FILE)
+    older.add({"kind": "refusal", "reason": "policy", "time": 1.0})
+    assert (report.collect_facts() or {})["refusal"] == "data"
     assert valid_facts(found, heartbeat_client.HEALTH) == found
     assert not any(word in json.dumps(found) for word in ("ward", "patient", "clinic"))
     (local / "site.yaml").write_text("health: share\ndatalist: ../ward-8.json\n")

@@ -138,14 +138,25 @@ def test_a_state_that_cannot_be_written_is_a_problem(kit: Path, tmp_path: Path) 
         assert f"{state}: cannot be written (Permission denied)" in problems(kit)["state"]
 
 
-def test_a_path_that_this_user_cannot_reach_is_one_problem_among_the_others(kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("where", "check"),
+    [
+        ("consilium.flare.kit.doctor.check_no_lost_rows", "privacy ledger"),
+        ("consilium.client.machine_check.read_site_list", "data list"),
+        ("pathlib.Path.iterdir", "checkpoints"),
+        ("consilium.flare.kit.doctor.examine_disk", "disk"),
+    ],
+)
+def test_a_path_that_this_user_cannot_reach_is_one_problem_among_the_others(
+    where: str, check: str, kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The doctor ended at the first such path."""
-    denied = PermissionError(errno.EACCES, "Permission denied", "/srv/private/state")
-    monkeypatch.setattr("consilium.flare.kit.doctor.check_no_lost_rows", Mock(side_effect=denied))
+    (kit / "local/site.yaml").write_text("datalist: /srv/private/x\ncheckpoints: /srv/private/x\n")
+    monkeypatch.setattr(doctor, "CHECKS", ())
+    monkeypatch.setattr(where, Mock(side_effect=PermissionError(errno.EACCES, "Permission denied", "/srv/private/x")))
     found = {one.check: one for one in examine(kit)}
-    line = "PROBLEM  privacy ledger: /srv/private/state: Permission denied; check the path, its permissions and the disk"
-    assert found["privacy ledger"].line() == line
-    assert "disk" in found
+    assert found[check].line().startswith(f"PROBLEM  {check}: /srv/private/x: Permission denied; ")
+    assert {"site.yaml", "device", "server"} <= found.keys()
 
 
 def test_missing_server_is_a_problem(kit: Path) -> None:
@@ -456,6 +467,13 @@ def test_relays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert address == f"localhost:{relay['port'].found.partition(':')[0]}"
     assert certificates.server_address(kits / "a") == certificates.server_address(kits / RELAY) != address
     assert problems(kits / "b")["server"].startswith(f"PROBLEM  server: {address}: [Errno 111]")
+    for kit, file in ((kits / "b", "local/relay__resources.json"), (kits / "a", "startup/fed_client.json")):
+        before = (kit / file).read_text()
+        (kit / file).write_text(before.replace(certificates.server_address(kit), "localhost"))
+        assert f"{kit / file}: names no " in problems(kit)["server"]  # a traceback said that '' is no number
+        (kit / file).write_text(before)
+    (kits / RELAY / "local/comm_config.json").write_text("{}")
+    assert "comm_config.json: has not the form of FLARE's file" in problems(kits / RELAY)["port"]
     monkeypatch.setattr(doctor, "examine_server_connection", lambda kit: Finding("server", "answers"))
     assert "not asked through a relay" in {one.check: one for one in examine(kits / "b")}["admission"].found
     (kits / "localhost" / STATE).mkdir()

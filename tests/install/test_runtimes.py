@@ -96,9 +96,9 @@ def test_refused_settings_and_kits_are_one_line(
     (tmp_path / "list.yaml").write_text("runtime: [slurm]\n")
     out = tmp_path / "out"
     for kit, settings, told, code in (
-        (kits / "hospital-a", tmp_path / "bad.yaml", "Config must contain runtime: docker, runtime: k8s, or runtime: slurm", 1),
-        (kits / "hospital-a", tmp_path / "list.yaml", "list.yaml: FLARE cannot use it (TypeError", 1),
-        (kits / "hospital-a", tmp_path / "none.yaml", "Config file not found", 1),
+        (kits / "hospital-a", tmp_path / "bad.yaml", "Config must contain runtime: docker, runtime: k8s, or runtime: slurm", 2),
+        (kits / "hospital-a", tmp_path / "list.yaml", "list.yaml: FLARE cannot use it (TypeError", 2),
+        (kits / "hospital-a", tmp_path / "none.yaml", "Config file not found", 2),
         (kits / "lead@hub.example", CONTAINER / "slurm.yaml", "neither a site's nor the server's startup kit", 2),
         (tmp_path, CONTAINER / "slurm.yaml", "no startup kit", 2),
     ):
@@ -109,7 +109,10 @@ def test_refused_settings_and_kits_are_one_line(
         assert not out.exists()
 
 
-@pytest.mark.parametrize("settings", ["{}", "state: ../../state", "{state: /srv/x, privacy: {ledger: ../l.sqlite}}"])
+@pytest.mark.parametrize(
+    "settings",
+    ["{}", "state: ../../state", "{state: /srv/x, privacy: {ledger: ../l.sqlite}}", "{state: /srv/x, checkpoints: weights}"],
+)
 def test_second_ledger_is_refused(
     settings: str, kits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -138,6 +138,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_a_round_that_was_repeated_counts_once(tmp_path: Path) -> None:
+    """The server stopped between a round's lines and its checkpoint, and once more later."""
+    config, first = small_config("fedit", rounds=4), ServerState(0, 0, {}, {})
+    for number, (start, state) in enumerate(((None, first), (first, first), (ServerState(1, 0, {}, {}), None))):
+        log = RunLog(tmp_path, config, resume=start is not None)
+        log.record_run_start(config.strategy, {}) if start is None else log.record_resume(start)
+        if state is not None:
+            log.record_phase_end(state, [SITES[number]])
+            log.record_diagnostics(state, {"drift": float(number)})
+        log.close()
+    assert (log._curves, log.trained) == ([{"drift": 1.0}], {SITES[1]})
+
+
 def test_all_that_a_run_writes_fits(folder: Path) -> None:
     lines = [line for line in read_lines(folder / "metrics.jsonl")[0] if line["event"] in LINES]
     assert {line["event"] for line in lines} == set(LINES)

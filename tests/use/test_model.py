@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -90,11 +91,16 @@ def test_the_global_card_has_means_over_the_sites_that_train(tmp_path: Path) -> 
         (["aside"], (0.125,) * 3),
     ):
         told = {name: results[name] for name in scored}
-        write_shared_model(tmp_path, job.config, SavedModel(job.initial, 2), sites, told, None, None, ())
+        log = Mock(results=told, seeded=set(), trained={"a", "b"})
+        write_shared_model(tmp_path, job.config, SavedModel(job.initial, 2), sites, log, None, None)
         _, card = read_adapter_folder(tmp_path / "adapters/global")
         assert card.scores is not None
         assert tuple(card.scores["dice"]) == expected
-        assert (card.sites, card.training) == (3, 6)
+        assert (card.sites, card.training) == (2, 6)
+    log.trained = {"a", "gone"}  # of a site that has left, the number of samples is not known
+    write_shared_model(tmp_path, job.config, SavedModel(job.initial, 2), sites, log, None, None)
+    _, card = read_adapter_folder(tmp_path / "adapters/global")
+    assert (card.sites, card.training) == (2, None)
 
 
 def test_a_sites_files_are_its_users_alone(finished: Path) -> None:

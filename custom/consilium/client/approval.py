@@ -6,7 +6,6 @@ installed at the site. Files that only the server uses are left out, because `su
 value anywhere, for example by `--set`, gives a different digest. So does an updated plug-in.
 """
 
-import getpass
 import hashlib
 import json
 from datetime import UTC, datetime
@@ -19,6 +18,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.core.registry import NO_PLUGINS, Plugins
 from consilium.core.storage import read_json, write_json
+from consilium.privacy.audit_log import local_user
 
 FILE = "approved.json"
 """The file of approvals in the kit's local/, beside site.yaml. No job writes into that folder."""
@@ -97,7 +97,7 @@ def approve(app: Path, local: Path, plugins: Plugins = NO_PLUGINS, reviewed: str
     found = digest(app, config)
     if reviewed and found != reviewed:
         raise ConfigError(f"{app}: the job or a plug-in has changed since it was shown; nothing was approved; review it again")
-    one = {"job": config.name, "time": datetime.now(UTC).isoformat(timespec="seconds"), "by": getpass.getuser()}
+    one = {"job": config.name, "time": datetime.now(UTC).isoformat(timespec="seconds"), "by": local_user()}
     _write_approvals(local, read_approvals(local) | {found: one})
     return found
 

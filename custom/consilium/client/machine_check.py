@@ -106,7 +106,7 @@ def examine_datasets(site: SiteConfig) -> Iterator[Finding]:
 
 def examine_patients(site: SiteConfig, check: str, path: Path) -> Iterator[Finding]:
     """Yield a finding if a patient budget meets entries without a patient, or a record budget patients with many entries."""
-    with suppress(ConsiliumError):  # another check reports a list that cannot be read
+    with suppress(ConsiliumError, OSError):  # another check reports a list that cannot be read
         samples = read_site_list(path).splits["training"]
         patients, most = patients_and_most_samples(samples)
         nameless = sum(not item_pseudonym(item) for item in samples)
@@ -151,14 +151,18 @@ def _examine_images_across_budgets(site: SiteConfig) -> Finding | str:
 
 def examine_checkpoints(site: SiteConfig) -> Iterator[Finding]:
     """Yield the SHA-256 of every file and folder in the checkpoint folder, to compare with a job's checkpoint_sha256."""
-    folder = site.checkpoints
-    if folder is None:
+    if (folder := site.checkpoints) is None:
         yield Finding("checkpoints", "no folder in site.yaml; jobs on models that ship with the package run")
-    elif not folder.is_dir() or not any(folder.iterdir()):
-        yield Finding("checkpoints", f"{folder}: no such folder, or an empty one", "put the base models there")
-    else:
-        for path in sorted(folder.iterdir()):
-            yield run_check("checkpoint", lambda: f"{path}: sha256 {file_hash(path)}")  # noqa: B023 - called at once
+        return
+    paths, why = list[Path](), "an empty folder"
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError as error:
+        why = f"{error.strerror}"
+    if not paths:
+        yield Finding("checkpoints", f"{folder}: {why}", "put the base models there, readable by this user")
+    for path in paths:
+        yield run_check("checkpoint", lambda: f"{path}: sha256 {file_hash(path)}")  # noqa: B023 - called at once
 
 
 def examine_device(site: SiteConfig, promised: int) -> Finding:

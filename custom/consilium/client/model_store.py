@@ -1,6 +1,6 @@
 """Stored models: a site's best one during a run, its folder for each model at the end, and the server's folder."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from math import fsum
 from pathlib import Path
@@ -26,7 +26,7 @@ from consilium.federation.saved_model import (
     write_adapter_folder,
 )
 from consilium.privacy.plan import Plan, not_private_sentence
-from consilium.report.run_record import Results
+from consilium.report.run_files import RunLog
 from consilium.strategies.strategy import Interpolation, Strategy, scaling_multiplier
 from consilium.training.interpolation import fixed_weight
 
@@ -143,18 +143,19 @@ def write_shared_model(
     config: JobConfig,
     kept: SavedModel,
     sites: Mapping[str, SiteInfo],
-    results: Results,
+    log: RunLog,
     base_sha256: str | None,
     plan: Plan | None,
-    seeded: Collection[str],
 ) -> None:
     """Write the server's adapter, which all sites share, into a run's `folder`. The scores in its card are means over sites.
 
-    `seeded`: the sites whose noise came from a seed.
+    `sites`: the sites that are registered at the end of the run. `log`: its record.
     """
-    told = sum(site.num_samples for site in sites.values()) if config.privacy is None else None
-    trained = {site: one for site, one in results.items() if site not in sites or sites[site].num_samples}
-    found = [scores_of(config, metrics, Stage.GLOBAL) for metrics in (trained or results).values()]
+    # the number of samples is not known of a site that has left
+    known = config.privacy is None and log.trained <= sites.keys()
+    told = sum(sites[name].num_samples for name in log.trained) if known else None
+    trained = {site: one for site, one in log.results.items() if site not in sites or sites[site].num_samples}
+    found = [scores_of(config, metrics, Stage.GLOBAL) for metrics in (trained or log.results).values()]
     values: dict[str, list[float]] = {}
     for _, scores in found:
         for name, (value, _, _) in scores.items():
@@ -163,10 +164,10 @@ def write_shared_model(
     means = {name: (fsum(each) / len(each), min(each), max(each)) for name, each in values.items()}
     claim = "" if plan is None else plan.claim()
     if plan is None and config.privacy is not None:  # with DP-SGD at each site, only the sites know their epsilon
-        void = f"{not_private_sentence(seeded)} " if seeded else ""
+        void = f"{not_private_sentence(log.seeded)} " if log.seeded else ""
         claim = f"{void}{config.privacy.unit} level; each site's own model card has its epsilon"
     card = Card.of(
-        config, Stage.GLOBAL, kept.rounds, base_sha256 or "", sites=len(sites), training=told, split=split, scores=means,
+        config, Stage.GLOBAL, kept.rounds, base_sha256 or "", sites=len(log.trained), training=told, split=split, scores=means,
         interval="lowest and highest site; the value is their mean", privacy=claim,
     )  # fmt: skip
     write_adapter_folder(folder / ADAPTERS / Stage.GLOBAL, kept, name_base_changes(kept.values), config, card, plan)

@@ -15,6 +15,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.seeding import seed_for
+from consilium.core.storage import make_private_folder
 from consilium.data.check_samples import FileWatch, without_bad_samples
 from consilium.data.datalist import (
     MOST_WORKERS,
@@ -125,7 +126,7 @@ def _read_list(
             f"{name}/{task.file}"
         )
     spec = phantoms.model_dump() | {"seed": config.training.seed, "size": config.model.image_side}
-    return task.read(make_phantoms(folder / "phantoms", site=name, **spec))
+    return task.read(make_phantoms(make_private_folder(folder) / "phantoms", site=name, **spec))
 
 
 def _relax_mask_values(data: DataList, classes: Collection[str] | None) -> DataList:

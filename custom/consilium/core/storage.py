@@ -12,7 +12,7 @@ import re
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -239,10 +239,15 @@ def open_private(path: Path, mode: Literal["a", "a+", "w", "x"]) -> TextIO:
 
 
 def make_private_folder(path: Path) -> Path:
-    """Create a folder and its missing parents, private to the user, and return it. Existing folders are not changed."""
+    """Create a folder and its missing parents, private to the user, and return it. Existing folders are not changed.
+
+    The new names are flushed to disk, so that they survive a power cut.
+    """
     for folder in [] if path.is_dir() else reversed([path, *path.parents]):
         if not folder.is_dir():
             folder.mkdir(mode=0o700, exist_ok=True)
+            with suppress(PermissionError):  # a folder that this user may write and not read
+                sync_folder(folder.parent)
     return path
 
 

@@ -3,7 +3,6 @@
 At a site the audit log of sent updates and the privacy ledger are not deleted, because spent budgets must remain known.
 """
 
-import getpass
 import re
 import shutil
 import time
@@ -17,7 +16,8 @@ from filelock import Timeout
 from consilium.core.errors import ConfigError
 from consilium.core.storage import file_lock
 from consilium.federation.run_folders import ERRORS, OWNER, RUNS, STATE, all_runs
-from consilium.privacy.audit_log import FILE, AuditLog, load_record
+from consilium.privacy.audit_log import FILE, AuditLog, load_record, local_user
+from consilium.report import untrusted_files
 from consilium.report.run_files import LOCK
 
 KIND = "forgotten"
@@ -60,7 +60,7 @@ def delete_at_site(kit: Path, folder: Path, state: Path, reason: str, received: 
     words = [word for one in psutil.process_iter(["cmdline"]) for word in one.info["cmdline"] or ()]
     if going := next((job for job in jobs if any(job in word for word in words)), None):
         raise ConfigError(f"{folder.name}: job {going} is still running; wait for its end, or `consilium abort` it")
-    flares = [kit / job for job in jobs if (kit / job).is_dir() and not (kit / job).is_symlink()]
+    flares = [kit / job for job in jobs if untrusted_files.is_folder(kit / job)]
     flares += [path for job in jobs for path in sorted((kit / STATE / ERRORS).glob(f"{job}.log*"))]
     left = "nothing: no update has left in this run"
     if sent := sum(1 for one in messages if one.get("tensors")):
@@ -74,9 +74,12 @@ def delete_at_server(folder: Path, stored: Sequence[Path], state: Path, reason: 
     `stored`: FLARE's folders of the run's jobs, which are deleted too. Return the record. Raises ConfigError for a running run.
     """
     jobs, lock = sorted(path.name for path in stored), file_lock(folder / LOCK, wait=False)
+    # FLARE leaves the folder of a job in the kit if the server's process died
+    left = [state.parent / job for job in jobs if _JOB.fullmatch(job) and untrusted_files.is_folder(state.parent / job)]
+    said = {"reason": reason, "jobs": jobs, "stays": AT_SERVER, "left": RECEIVED}
     try:
         with lock:
-            return _delete(folder, stored, state, {"reason": reason, "jobs": jobs, "stays": AT_SERVER, "left": RECEIVED})
+            return _delete(folder, [*stored, *left], state, said)
     except Timeout:
         raise ConfigError(f"{folder.name}: is still running; wait for its end, or `consilium abort` it") from None
 
@@ -96,7 +99,7 @@ def _delete(folder: Path, job_folders: Sequence[Path], state: Path, said: dict[s
         if not any(place.iterdir()):
             place.rmdir()
     said = {"run": folder.name, "files": len(files), "bytes": size} | said
-    AuditLog(state / FILE).add({"kind": KIND, "by": getpass.getuser(), **said}, again=True)
+    AuditLog(state / FILE).add({"kind": KIND, "by": local_user(), **said}, again=True)
     return said | {"record": str(state / FILE)}
 
 

@@ -16,6 +16,8 @@ ERRORS = "errors"
 """Folder in STATE: errors that may contain a site's data, one file per FLARE job."""
 ATTENDANCE = "attendance.json"
 """File in the server's STATE: which sites were connected, and when."""
+REFUSAL = "refusal.json"
+"""File in a site's STATE: the last refusal before the site could use its records, such as of a job that is not approved."""
 RESERVED = frozenset({RUNS, "server", "sites", "consilium"})
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9_-])?")
 _FILE = re.compile(r".*\.(sqlite|jsonl?|ya?ml|safetensors|lock)", re.IGNORECASE)

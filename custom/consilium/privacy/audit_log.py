@@ -7,6 +7,7 @@ copy of the seal kept elsewhere shows whether lines were cut off at the end. A m
 """
 
 import errno
+import getpass
 import hashlib
 import json
 import os
@@ -24,6 +25,14 @@ from consilium.privacy.accounting import GaussianEvent, check_delta, epsilon_of
 
 FILE = "audit.jsonl"
 Line = dict[str, Any]
+
+
+def local_user() -> str:
+    """Return the name of this machine's user for a record, or the user's number if it has no name, as in a container."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"user {os.getuid()}"
 
 
 class AuditLog:

@@ -11,7 +11,6 @@ or a missing file, are detected because the record of sent messages (audit_log.p
 accounting.py computes the cost of the rows for one record, one patient and the whole site.
 """
 
-import getpass
 import hashlib
 import json
 import shutil
@@ -27,7 +26,7 @@ from consilium.core.errors import Reason, RefusedError
 from consilium.core.grouping import group_by_key
 from consilium.core.storage import make_private_folder, open_private, refuse_if_unwritable
 from consilium.privacy.accounting import UNITS, Budgets, Entry, epsilon_for, weakest
-from consilium.privacy.audit_log import FILE, AuditLog, Line, lines
+from consilium.privacy.audit_log import FILE, AuditLog, Line, lines, local_user
 from consilium.privacy.secagg import sum_ledger
 
 Sealed = tuple[float, Entry, str]
@@ -364,7 +363,7 @@ def accept(records: Path, ledger: Ledger, reason: str, received_seals: Collectio
     lost = sorted({seal for _, seal in _lost_seals(records, ledger)} | (set(received_seals) - {*ledger.seals()}))
     said = {
         "kind": ACCEPTANCE,
-        "by": getpass.getuser(),
+        "by": local_user(),
         "reason": reason,
         "rows": len(ledger.seals()),
         "lost": lost,

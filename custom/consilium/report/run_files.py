@@ -31,7 +31,7 @@ from consilium.report import figures
 from consilium.report.results_table import plot_confusions
 from consilium.report.run_record import PACKAGES, roles_of
 from consilium.report.tracking import FOLDER, EventFile, Tracker
-from consilium.report.untrusted_files import place_of, read_json, read_lines
+from consilium.report.untrusted_files import place_of, read_json, read_lines, without_replaced_events
 from consilium.strategies.strategy import Role, RoundResults, ServerState, Strategy
 
 LOCK, MOMENT = ".run.lock", 1.0
@@ -69,6 +69,8 @@ class RunLog:
         self._test_only: set[str] = set()
         self.seeded: set[str] = set()
         """Sites whose noise comes from a seed."""
+        self.trained: set[str] = set()
+        """Sites whose results are in the mean of any phase."""
         self._events: dict[str, EventFile] = {}
         self._down: dict[str, int] = {}
         self.results: dict[str, dict[str, float]] = {}
@@ -89,13 +91,15 @@ class RunLog:
 
         Return a line for each package whose version has changed, and for the strategy's code if it has changed.
         """
-        for event in read_lines(self.folder / "metrics.jsonl")[0]:
+        for event in without_replaced_events(read_lines(self.folder / "metrics.jsonl")[0]):
             if event["event"] == "joined":
                 self._note_site_marks(event)
             if event["event"] == "figure" and event["round"] < state.round and Path(event["title"]).name == event["title"]:
                 self._figures.setdefault(event["title"], []).append(event)
             if event["event"] == "diagnostics" and place_of(event) < (state.round, state.phase):
                 self._curves.append(event["values"])
+            if event["event"] == "concluded" and place_of(event) < (state.round, state.phase):
+                self.trained.update(event["sites"])
         self.record("resumed", round=state.round, phase=state.phase)
         return self._write_job_and_versions()
 
@@ -163,6 +167,7 @@ class RunLog:
         """
         told = {} if epsilon is None else {"privacy/epsilon": epsilon}
         self.record("concluded", round=state.round, phase=state.phase, sites=sites, **told)
+        self.trained.update(sites)
         if isinstance(mean, dict) and all(isinstance(tensor, torch.Tensor) for tensor in mean.values()):
             told["update/norm"] = norm(mean)
         self._write_scalars("server", told, state.round)

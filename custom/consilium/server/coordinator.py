@@ -372,9 +372,7 @@ class Coordinator:
         if self.job.config.trains and strategy.traits.needs == "sums" and not keeps_local(strategy, self.job.initial):
             last = strategy.final(self.state, SiteInfo("", 1, joined=True))
             kept = SavedModel(self.state.initial | last.tensors, self.state.round, scaling_multiplier(strategy, last))
-            write_shared_model(
-                self.folder, self.job.config, kept, self.sites, self.log.results, self.checkpoint, self.plan, self.log.seeded
-            )
+            write_shared_model(self.folder, self.job.config, kept, self.sites, self.log, self.checkpoint, self.plan)
 
     def close(self) -> None:
         """Close the run's files."""

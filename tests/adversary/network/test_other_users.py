@@ -15,6 +15,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.workspace import Workspace
 
 from consilium.client.build import build_guard, build_site
+from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.messages import Kind
@@ -73,9 +74,11 @@ def test_nothing_a_server_or_a_site_keeps_is_open_to_other_users(tmp_path: Path)
 
 
 def test_a_run_in_one_process_is_closed_at_its_folder(tmp_path: Path) -> None:
-    folder = tmp_path / "runs" / "mine"
-    Coordinator(assemble_job(small_config("fedit")), folder, lambda event: None).close()
-    assert folder.stat().st_mode & 0o077 == 0
+    folder, job = tmp_path / "runs" / "mine", assemble_job(small_config("fedit"))
+    load_site_data(job.config, "a", SiteConfig(), folder / "sites" / "a")  # a simulation first generates the sites' data
+    Coordinator(job, folder, lambda event: None).close()
+    for one in (folder, folder / "sites", folder / "sites" / "a"):
+        assert one.stat().st_mode & 0o077 == 0
 
 
 def test_what_a_former_version_left_open_is_closed_at_the_next_run(tmp_path: Path) -> None:

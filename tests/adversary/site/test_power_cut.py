@@ -49,6 +49,15 @@ def test_an_answer_that_has_left_survives_a_power_cut(what: str, tmp_path: Path,
     assert flushed == ["content", *["name"] * (what == "answer"), "folder"]
 
 
+def test_new_folders_survive_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file in a folder whose name was not flushed is gone with the folder."""
+    flushed = list[str]()
+    monkeypatch.setattr(os, "fsync", lambda opened: flushed.append(os.readlink(f"/proc/self/fd/{opened}")))
+    write_json(tmp_path / "runs/r/answer.json", {})
+    folders = [tmp_path, tmp_path / "runs", tmp_path / "runs/r"]
+    assert [one for one in flushed if Path(one).is_dir()] == list(map(str, folders))
+
+
 @pytest.mark.parametrize(("error", "written"), [(errno.EINVAL, True), (errno.EIO, False)])
 def test_a_file_system_that_cannot_flush_folders_is_used_and_a_broken_disk_is_not(
     error: int, written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

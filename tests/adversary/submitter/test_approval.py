@@ -20,8 +20,9 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.flare.admin.submission_folder import prepare, prepare_resume
 from consilium.flare.job import job_context, site_jobs, wire
-from consilium.flare.job.filters import GuardTaskFilter
+from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter
 from consilium.flare.job.recipe import export
+from consilium.flare.kit.heartbeat_client import last_refusal
 from tests.conftest import JOBS
 
 SITE = SiteConfig(approve="digest")
@@ -148,13 +149,16 @@ def test_an_unapproved_job_is_refused_at_hello_before_data_are_touched(local: Pa
     setting("seed: 0", "seed: 1")(received)
     (local / "site.yaml").write_text(f"approve: digest\nstate: {tmp_path / 'state'}\n")
     workspace = SimpleNamespace(get_app_dir=lambda job: str(received), get_site_config_dir=lambda: str(local))
+    workspace.get_root_dir = lambda: str(local.parent)
     for message in (wire.encode_dict(wire.HELLO, {"run": "r"}), Shareable()):
         guard = patch.object(site_jobs, "build_guard")
         with patch.object(job_context, "workspace", lambda fl_ctx: workspace), guard as made:
             reply = GuardTaskFilter().process(message, FLContext())
+            GuardResultFilter().process(reply, FLContext())
         assert wire.reason_of(reply) is Reason.APPROVAL
         made.assert_not_called()
     assert not (tmp_path / "state").exists()
+    assert last_refusal(local.parent, tmp_path / "state")["refusal"] == "approval"  # for the doctor and the site's health
 
 
 def test_what_is_obeyed_is_what_was_shown(local: Path, received: Path) -> None:

@@ -14,7 +14,7 @@ from nvflare.apis.shareable import Shareable
 
 from consilium.core.errors import STOPS, ConsiliumError, Reason, RefusedError
 from consilium.core.messages import Kind, Payload
-from consilium.flare.job import site_jobs, wire
+from consilium.flare.job import job_context, site_jobs, wire
 from consilium.flare.job.private_log import log_failure
 from consilium.privacy.guard.guard import Guard
 from consilium.privacy.guard.task_schedule import AuthorizedTask
@@ -104,6 +104,7 @@ class GuardResultFilter(ClosedFilter):
             raise
         except BaseException as error:  # such as a missing data list; nothing was trained, so a log line is enough
             self.log_warning(fl_ctx, f"not on record, but sent: refusal {reason.value!r} ({type(error).__name__})")
+            job_context.note_refusal(fl_ctx, reason)
             return reason
         try:
             reply = guard.refuse(reason)

@@ -3,7 +3,9 @@
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,18 @@ from consilium.config.site import Given, SiteConfig, find_site, load_site, plugi
 from consilium.core.errors import ConfigError, Reason, raise_first
 from consilium.core.messages import Observer
 from consilium.core.registry import NO_PLUGINS, Plugins
-from consilium.core.storage import make_private_folder, read_json, sweep, write_atomic
+from consilium.core.storage import make_private_folder, read_json, sweep, write_atomic, write_json
 from consilium.federation.job_assembly import Job, assemble_job
-from consilium.federation.run_folders import OWNER, RUNS, STATE, check_run_name, claim_run_folder, default_run_name, known_run
+from consilium.federation.run_folders import (
+    OWNER,
+    REFUSAL,
+    RUNS,
+    STATE,
+    check_run_name,
+    claim_run_folder,
+    default_run_name,
+    known_run,
+)
 from consilium.flare.job.simulation_settings import IDENTITIES, OUTPUT, is_simulated_process, read_settings
 from consilium.flare.kit.revocation import revoked_since, revoked_until
 from consilium.privacy.secagg.certificates import SERVER, Identity, read_identity, read_root, read_simulated_identity
@@ -219,6 +230,13 @@ def site_root(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path:
     if is_simulated_process():
         return open_site_folder(fl_ctx, job, name, site)
     return site.state or state_folder(fl_ctx)
+
+
+def note_refusal(fl_ctx: FLContext, reason: Reason) -> None:
+    """Store a refusal that no run's record has, for the doctor and the site's health."""
+    if not is_simulated_process():
+        with suppress(Exception):  # the site must reply even if the disk or FLARE's context fails
+            write_json(state_folder(fl_ctx) / REFUSAL, {"kind": "refusal", "reason": reason, "time": time.time()})
 
 
 def observer(component: FLComponent, fl_ctx: FLContext, name: str, private: bool = False) -> Observer:

@@ -118,17 +118,18 @@ def _server_address_and_scheme(kit: Path) -> tuple[str, str]:
     """Return (host:port of the server or relay to which a kit connects, scheme of the transport). Raises ConfigError."""
     if relay := relay_of(kit):
         return relay["address"], relay.get("scheme", "")
-    for path in (kit / "startup" / name for name in CONFIGS):
-        if path.is_file():
-            try:
-                raw = read_json(path)
-                if "admin" in raw:
-                    return f"{raw['admin']['host']}:{raw['admin']['port']}", raw["admin"].get("scheme", "")
-                service = raw["connect_to"] if "connect_to" in raw else raw["servers"][0]["service"]
-                return service.get("target") or service["address"], service.get("scheme", "")
-            except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-                raise ConfigError(f"{path}: names no server ({error!r}); ask the hub for the kit") from None
-    raise ConfigError(f"{kit}: no startup kit: none of {', '.join(CONFIGS)} in startup/; give the folder that has startup/")
+    path = next((path for name in CONFIGS if (path := kit / "startup" / name).is_file()), None)
+    if path is None:
+        raise ConfigError(f"{kit}: no startup kit: none of {', '.join(CONFIGS)} in startup/; give the folder that has startup/")
+    try:
+        raw = read_json(path)
+        if "admin" in raw:
+            return f"{raw['admin']['host']}:{int(raw['admin']['port'])}", raw["admin"].get("scheme", "")
+        service = raw["connect_to"] if "connect_to" in raw else raw["servers"][0]["service"]
+        host, port = (service.get("target") or service["address"]).rsplit(":", 1)
+        return f"{host}:{int(port)}", service.get("scheme", "")
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ConfigError(f"{path}: names no server ({error!r}); ask the hub for the kit") from None
 
 
 def fetch_server_certificate(kit: Path) -> x509.Certificate:

@@ -19,7 +19,7 @@ import yaml
 from nvflare.tool.deploy.deploy_commands import prepare_deployment
 
 from consilium.config.site import load_site
-from consilium.core.errors import ConfigError, ConsiliumError
+from consilium.core.errors import ConfigError
 from consilium.core.schema import read_yaml
 from consilium.core.storage import read_json
 from consilium.federation.run_folders import STATE
@@ -47,8 +47,8 @@ LOCAL = (
 def prepare(kit: Path, settings: Path, output: Path) -> Path:
     """Write a copy of a site's or a server's kit, prepared for a runtime, into the new folder `output`, and return the folder.
 
-    `settings`: FLARE's file that describes the runtime. Raises ConfigError for an unsuitable kit or an existing folder, and
-    ConsiliumError with FLARE's reason if FLARE cannot prepare the kit.
+    `settings`: FLARE's file that describes the runtime. Raises ConfigError for an unsuitable kit, for an existing folder,
+    and with FLARE's reason if FLARE cannot prepare the kit.
     """
     kit_name(kit)
     if participant_role(kit) not in ("site", "server"):
@@ -111,20 +111,20 @@ def copy_without_run_files(kit: Path, target: Path) -> Path:
 
 
 def _check_paths_outside(kit: Path) -> None:
-    """Raise ConfigError unless `state`, ledger and data lists of a site are at absolute paths outside of the kit.
+    """Raise ConfigError unless state, ledger, data lists and checkpoints of a site are at absolute paths outside of the kit.
 
-    The kit and its copy must share one ledger, or a budget could be spent twice. Data are not copied.
+    The kit and its copy must share one ledger, or a budget could be spent twice. Data and checkpoints are not copied.
     """
     path = kit / "local" / "site.yaml"
     load_site(path)
     raw = read_yaml(path) or {}
     named = {"state": raw.get("state") or "", "privacy.ledger": (raw.get("privacy") or {}).get("ledger")}
     lists = {"datalist": raw} | {f"datasets.{name}.datalist": one for name, one in (raw.get("datasets") or {}).items()}
-    named |= {field: one.get("datalist") for field, one in lists.items()}
+    named |= {field: one.get("datalist") for field, one in lists.items()} | {"checkpoints": raw.get("checkpoints")}
     for field, place in named.items():
         if place is not None and (not Path(place).is_absolute() or Path(place).resolve().is_relative_to(kit.resolve())):
             raise ConfigError(
-                f"{path}: {field}: {place or 'not given'}: the copy would have a ledger and a budget of its own, or lack data; "
+                f"{path}: {field}: {place or 'not given'}: the copy would have a ledger and a budget of its own, or no files; "
                 f"move {place or kit / STATE}, if it is there, out of the kit, and write its absolute path"
             )
 
@@ -136,9 +136,9 @@ def _run_flare_prepare(copy: Path, settings: Path, output: Path) -> None:
             prepare_deployment(SimpleNamespace(kit=str(copy), output=str(output.absolute()), config=str(settings)))
     except SystemExit:
         lines = [line for line in output_text.getvalue().splitlines() if line and not line.startswith(("Warning:", "Code:"))]
-        raise ConsiliumError(f"{settings}: {' '.join(lines)}") from None
+        raise ConfigError(f"{settings}: {' '.join(lines)}") from None
     except (TypeError, ValueError, KeyError, AttributeError) as error:  # FLARE does not check the type of every value
-        raise ConsiliumError(
+        raise ConfigError(
             f"{settings}: FLARE cannot use it ({type(error).__name__}: {error}); "
             "compare it with provisioning/container/slurm.yaml"
         ) from None

@@ -75,7 +75,6 @@ from consilium.privacy.ledger import Ledger, check_no_lost_rows
 from consilium.privacy.secagg.certificates import fingerprint
 from consilium.privacy.secagg.sum_ledger import check_and_count_lines
 from consilium.report.tables import duration_text, timestamp_text
-from consilium.report.untrusted_files import as_finite_float
 
 NO_ANSWER = 120.0
 """Seconds without an answer to a heartbeat after which a running site has a problem. FLARE sends one every 10 s."""
@@ -148,6 +147,7 @@ def _examine_state(kit: Path) -> Finding | str:
     return f"{folder}: for this user only" if there == folder else f"{folder}: is made at the start, for this user only"
 
 
+@_reads("local/comm_config.json")
 def _examine_port(kit: Path) -> str:
     """Return whether the port of a running server or relay listens, and whether that of a stopped one could."""
     if kit_role(kit) == "server":
@@ -352,11 +352,10 @@ def _examine_site(kit: Path) -> Iterator[Finding]:
         # if lines are lost, the site refuses jobs with secure aggregation and without noise
         sums = "lines; none is missing that an audit record names"
         yield run_check("ledger of sums", lambda: f"{check_and_count_lines(site.state or kit / STATE)} {sums}")
-        refused = last_refusal(site.state or kit / STATE)
-        at = as_finite_float(refused.get("refused_at"))  # the record may have been edited
-        if at is not None and time.time() - at < REFUSED_LATELY:
+        refused = last_refusal(kit, site.state or kit / STATE)
+        if refused and time.time() - refused["refused_at"] < REFUSED_LATELY:
             reason, advice = Reason(refused["refusal"]), "it may be mended by now; the site's log names the job and the cause"
-            yield Finding("last refusal", f"{timestamp_text(at)}: {reason}: {reason.meaning}", advice=advice)
+            yield Finding("last refusal", f"{timestamp_text(refused['refused_at'])}: {reason}: {reason.meaning}", advice=advice)
         yield from examine_datasets(site)
         yield from examine_checkpoints(site)
     gpus = 0
@@ -364,7 +363,7 @@ def _examine_site(kit: Path) -> Iterator[Finding]:
         components = read_settings(kit / "local" / "resources.json").get("components", [])
         gpus = sum(one.get("args", {}).get("num_of_gpus", 0) for one in components)
     yield examine_device(site, gpus)
-    yield examine_disk(site.state or kit)
+    yield run_check("disk", lambda: examine_disk(site.state or kit))
 
 
 def _examine_site_state(folder: Path) -> str:

@@ -32,9 +32,10 @@ from consilium import __version__
 from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, ConsiliumError, Reason
 from consilium.core.messages import PROTOCOL
+from consilium.core.storage import read_json
 from consilium.data.text import read_site_list
 from consilium.federation.compatibility import libraries
-from consilium.federation.run_folders import RUNS, STATE
+from consilium.federation.run_folders import REFUSAL, RUNS, STATE
 from consilium.flare import patches
 from consilium.flare.kit.certificates import connection_refusal, fetch_server_certificate
 from consilium.flare.kit.connection_refusals import (
@@ -46,6 +47,7 @@ from consilium.flare.kit.connection_refusals import (
     refusal_line,
 )
 from consilium.privacy.audit_log import FILE, lines
+from consilium.report.untrusted_files import as_finite_float
 
 KEY = "consilium_attendance"
 """The key of the facts in a heartbeat's context, and of the list of sites in the server's status."""
@@ -299,7 +301,7 @@ class HealthReport:
                 except (ConsiliumError, OSError):  # OSError: such as a network disk that is away
                     readable = False
             self._data, self._paths = {"data_readable": readable, "data_checked": time.time()}, paths
-        return found | (self._data if paths else {}) | last_refusal(state)
+        return found | (self._data if paths else {}) | last_refusal(self.kit, state)
 
 
 def gpu_memory() -> list[list[int]]:
@@ -311,16 +313,21 @@ def gpu_memory() -> list[list[int]]:
     return []
 
 
-def last_refusal(state: Path) -> Facts:
-    """Return the code and time of the last refusal in the audit records; {} if there is none.
+def last_refusal(kit: Path, state: Path) -> Facts:
+    """Return the code and time of the site's last refusal, from the newest audit records in `state` and from REFUSAL; or {}.
 
     The server has received this code already, so it reveals nothing new.
     """
+    found: list[Any] = []
+    with suppress(OSError, ValueError, RecursionError):
+        found.append(read_json(kit / STATE / REFUSAL))
     with suppress(OSError):
         records = sorted((state / RUNS).rglob(FILE), key=lambda path: path.stat().st_mtime, reverse=True)
         for path in records[:MAX_RECORDS]:
             with suppress(ConsiliumError):
-                for one in reversed(lines(path)):
-                    if one.get("kind") == "refusal" and one.get("reason") in list(Reason):
-                        return {"refusal": str(one["reason"]), "refused_at": one.get("time", 0.0)}
-    return {}
+                found += lines(path)
+    refusals = (one for one in found if isinstance(one, dict) and one.get("kind") == "refusal")
+    known = (one for one in refusals if one.get("reason") in list(Reason))
+    # the time is no number if a file was edited
+    times = [(at, str(one["reason"])) for one in known if (at := as_finite_float(one.get("time"))) is not None]
+    return dict(zip(("refused_at", "refusal"), max(times), strict=True)) if times else {}

@@ -137,6 +137,7 @@ def relay_of(kit: Path) -> dict[str, Any]:
         return {}
     try:
         found = read_json(path)["relay_config"]
-        return found | {"address": str(found["address"]), "fqcn": str(found["fqcn"])}
+        host, port = str(found["address"]).rsplit(":", 1)
+        return found | {"address": f"{host}:{int(port)}", "fqcn": str(found["fqcn"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path}: names no relay ({error!r}); ask the hub for the kit") from None

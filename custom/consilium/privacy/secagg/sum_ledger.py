@@ -33,7 +33,6 @@ Over many runs only noise protects. Hospitals are identified by their names. Aga
 in site.yaml protects.
 """
 
-import getpass
 import json
 import re
 import shlex
@@ -193,7 +192,7 @@ def allow(records: Path, sites: Iterable[str], reason: str, weights: str = "") -
     if weights and weights != UNIFORM and not re.fullmatch(r"samples, at most \d+", weights):
         raise ConfigError(f"--weights: {weights!r}: copy the rule from the refusal, such as 'samples, at most 200'")
     check_and_count_lines(records)
-    said = {"kind": ALLOWED, "sites": named, "reason": reason, "by": getpass.getuser()}
+    said = {"kind": ALLOWED, "sites": named, "reason": reason, "by": audit_log.local_user()}
     said |= {"weights": weights} if weights else {}
     with _lock_ledger(records / FILE):
         audit_log.AuditLog(records / FILE).add(said, again=True)
