@@ -134,7 +134,7 @@ def test_the_server_says_the_same_of_a_site_that_is_away(tmp_path: Path, monkeyp
     kit = Path(shutil.copytree(provision(SITES, tmp_path / "made") / "fl.hub.example", tmp_path / "server", symlinks=True))
     server = Attendance.__new__(Attendance)
     server._kit, day, now = kit, 86400.0, connection_refusals.time.time()
-    seen = own_facts(now + day) | {"last_seen": now - 10}
+    seen = own_facts() | {"certificate_ends": now + day, "last_seen": now - 10}
     server._sites = {name: dict(seen) for name in ("a", "b", "c", "d", "e")}
     server._sites["b"]["certificate_ends"] = now - day
     server._sites["h"] = seen | {"certificate_starts": now + day}  # the server's clock is behind

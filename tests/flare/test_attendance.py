@@ -42,7 +42,7 @@ def kits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def facts(**changed: Any) -> dict[str, Any]:
-    return own_facts(NOW + 90 * 86400) | {"clock": NOW} | changed
+    return own_facts() | {"certificate_ends": NOW + 90 * 86400, "clock": NOW} | changed
 
 
 def test_valid_facts_are_kept() -> None:

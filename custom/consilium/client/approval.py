@@ -122,8 +122,8 @@ def _write_approvals(local: Path, values: dict[str, dict[str, str]]) -> None:
 
 
 def _file_names(app: Path) -> list[str]:
-    files = (path for path in app.rglob("*") if path.is_file() and path.name not in FLARE_ADDS)
-    return sorted(name for path in files if (name := path.relative_to(app).as_posix()) != SERVER)
+    files = {path.relative_to(app).as_posix() for path in app.rglob("*") if path.is_file() and path.name not in FLARE_ADDS}
+    return sorted(files - {SERVER})
 
 
 def _sort_tasks(section: dict[str, Any]) -> dict[str, Any]:

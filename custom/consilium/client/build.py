@@ -55,8 +55,7 @@ def build_site(
     data = data or load_site_data(job.config, name, site, folder, root)
     watch = watch_files(job.config, data) if job.config.privacy is not None else None
     # with privacy, decode all samples now, before the budget is charged
-    decoded = replace(data, loading=replace(data.loading, decode_all=job.config.privacy is not None))
-    task = build_task(job.config, decoded, site)
+    task = build_task(job.config, replace(data, loading=replace(data.loading, decode_all=job.config.privacy is not None)), site)
     if warning := patient_warning(job.config, data):
         observer({"event": "warning", "text": f"{name}: {warning}"})
     warn_of_similar_patients(data.splits)

@@ -167,8 +167,7 @@ class DataParallelGroup:
             samples: Batch = {}
             if end > begin or self.sharded:  # with a sharded base every rank must run every block: one sample of weight 0
                 samples = {key: value[begin : max(end, begin + 1)] for key, value in batch.items()}
-            seed = seed_for(torch.initial_seed(), "rank", self.count, rank)
-            shares.append(Share(samples, (end - begin) / size, seed))
+            shares.append(Share(samples, (end - begin) / size, seed_for(torch.initial_seed(), "rank", self.count, rank)))
         own, *others = shares
         for child, one in zip(self.children, others, strict=True):
             send_by_value(child.pipe, one._replace(batch={key: value.clone() for key, value in one.batch.items()}))
@@ -256,8 +255,7 @@ class JointTask:
         self.ranks.together = True
         try:
             with self.ranks.end_on_error(failures):
-                own = self.ranks.share_out_batch(batch)
-                found: Tensor = _AllRanksLoss.apply(self, model, own, *trained)
+                found: Tensor = _AllRanksLoss.apply(self, model, self.ranks.share_out_batch(batch), *trained)
         finally:
             self.ranks.together = False
         return found

@@ -59,8 +59,7 @@ def run_check(check: str, look: Callable[[], Finding | str]) -> Finding:
 
 def examine_versions() -> Iterator[Finding]:
     """Yield a finding for Python, for each package that must be the pinned one, and for torchvision."""
-    old = "" if sys.version_info >= (3, 11) else "install Python 3.11 or newer"
-    yield Finding("python", platform.python_version(), old)
+    yield Finding("python", platform.python_version(), "" if sys.version_info >= (3, 11) else "install Python 3.11 or newer")
     yield Finding("consilium", __version__)
     pins = tested_versions()
     for name in LIBRARIES:  # by the rule of the server
@@ -77,8 +76,7 @@ def examine_versions() -> Iterator[Finding]:
     try:
         importlib.import_module("torchvision")
     except Exception as error:  # one that fails breaks transformers and PEFT
-        remedy = "pip uninstall torchvision: it breaks transformers and PEFT"
-        yield Finding("torchvision", f"cannot load ({error})", remedy)
+        yield Finding("torchvision", f"cannot load ({error})", "pip uninstall torchvision: it breaks transformers and PEFT")
     else:
         yield Finding("torchvision", installed_version("torchvision") or "loads")
 

@@ -27,6 +27,7 @@ from consilium.federation.saved_model import (
 )
 from consilium.privacy.plan import Plan, not_private_sentence
 from consilium.report.run_files import RunLog
+from consilium.report.tables import only_true
 from consilium.strategies.strategy import Interpolation, Strategy, scaling_multiplier
 from consilium.training.interpolation import fixed_weight
 
@@ -90,11 +91,12 @@ class ModelStore:
         private, local = context.config.privacy, keeps_local(context.strategy, adapter_state.tensors(context.model))
         own = name.startswith(Stage.PERSONALIZED) or local
         chosen = len(context.strategy.final_candidates(Payload(0, 0, adapter_state.values(context.model)))) > 1
-        found = [UNCOVERED] if private is not None and ((private.unit == "site" and own) or chosen) else []
-        if blocks:
-            listed = ", ".join(f"`{block}`" for block in sorted(blocks))
-            found.append(f"It runs without the base's blocks {listed}, which other programs do not know.")
-        return found
+        listed = ", ".join(f"`{block}`" for block in sorted(blocks))
+        notes = {
+            UNCOVERED: private is not None and ((private.unit == "site" and own) or chosen),
+            f"It runs without the base's blocks {listed}, which other programs do not know.": blocks,
+        }
+        return only_true(notes)
 
     def _best_path(self, run: str, stage: Stage) -> Path:
         return self.context.folder / run / f"best-{stage}.safetensors"

@@ -13,7 +13,7 @@ import torch
 
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.core.errors import ConfigError
+from consilium.core.errors import ConfigError, raise_first
 from consilium.core.seeding import seed_for
 from consilium.core.storage import make_private_folder
 from consilium.data.check_samples import FileWatch, without_bad_samples
@@ -59,13 +59,14 @@ def load_site_data(
     read = _read_list(config, name, site, folder, lost if skip else None, ignore_unfit)
     read = _relax_mask_values(read, getattr(config.task, "classes", None)) if ignore_unfit else read
     if site.test_only:
-        if config.dpsgd and config.dpsgd.trust == "local":  # its plan depends on the number of training samples
-            raise ConfigError(
-                f"{name}: test_only: a job of privacy.unit {config.dpsgd.unit} has no plan for a site that trains nothing; "
-                "leave it out"
-            )
-        if not read.splits["test"]:
-            raise ConfigError(f"{name}: test_only: its data list has no test split; add entries under `test`")
+        unit = config.dpsgd.unit if config.dpsgd else ""
+        problems = {  # the plan of DP-SGD at a site depends on the number of training samples
+            f"a job of privacy.unit {unit} has no plan for a site that trains nothing; leave it out": (
+                config.dpsgd and config.dpsgd.trust == "local"
+            ),
+            "its data list has no test split; add entries under `test`": not read.splits["test"],
+        }
+        raise_first(problems, source=f"{name}: test_only")
         read = replace(read, splits={split: read.splits[split] if split == "test" else () for split in SPLITS})
         lost = [one for one in lost if one[0] == "test"]
     for _, note in read.notes:

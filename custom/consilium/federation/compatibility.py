@@ -14,12 +14,11 @@ So patch releases may be mixed. The warning says that numbers of sites with diff
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 from consilium import __version__
-from consilium.core.errors import RefusedError
+from consilium.core.errors import RefusedError, raise_first
 from consilium.core.messages import LIBRARIES, PROTOCOL, Hello
 from consilium.core.registry import installed_version
 
@@ -27,21 +26,10 @@ OWN = "consilium"
 _VERSION = re.compile(r"[0-9A-Za-z.+-]{1,40}")
 
 
-@dataclass(frozen=True)
-class Rule:
-    """How many leading numbers of two versions must be equal.
-
-    If fewer than `refuse` are equal, the site is refused (0: never). If fewer than `warn` are equal, there is a warning.
-    """
-
-    refuse: int
-    warn: int
-
-
 RULES = {
-    OWN: Rule(2, 2), "nvflare": Rule(2, 3), "torch": Rule(1, 2), "transformers": Rule(1, 2),
-    "peft": Rule(0, 2), "monai": Rule(0, 2), "opacus": Rule(0, 2),
+    OWN: (2, 2), "nvflare": (2, 3), "torch": (1, 2), "transformers": (1, 2), "peft": (0, 2), "monai": (0, 2), "opacus": (0, 2),
 }  # fmt: skip
+"""How many leading numbers of two versions must be equal, or the site is refused (0: never); and how many, or it is warned."""
 
 
 class Verdict(IntEnum):
@@ -54,10 +42,10 @@ class Verdict(IntEnum):
 
 def judge(package: str, version: str, wanted: str) -> Verdict:
     """Return whether a site's version of a package passes. `wanted`: the server's version, or the pinned one."""
-    rule, one, other = RULES[package], _numbers(version), _numbers(wanted)
-    if one[: rule.refuse] != other[: rule.refuse]:
+    (refuse, warn), one, other = RULES[package], _numbers(version), _numbers(wanted)
+    if one[:refuse] != other[:refuse]:
         return Verdict.REFUSE
-    return Verdict.WARN if one[: rule.warn] != other[: rule.warn] else Verdict.PASS
+    return Verdict.WARN if one[:warn] != other[:warn] else Verdict.PASS
 
 
 def _numbers(text: str) -> list[int]:
@@ -86,10 +74,13 @@ def check_versions(hello: Hello) -> None:
         raise RefusedError(
             f"{name}: speaks protocol {speaks} (consilium {told}), the server {PROTOCOL} ({__version__}); install the same"
         )
-    if not is_version(hello.version) or judge(OWN, hello.version, __version__) is Verdict.REFUSE:
-        raise RefusedError(f"{name}: consilium {told}, the server has {__version__}; install the same")
-    if not are_libraries(hello.libraries):
-        raise RefusedError(f"{name}: libraries is not a map from {', '.join(LIBRARIES)} to versions; see that site")
+    problems = {
+        f"consilium {told}, the server has {__version__}; install the same": (
+            not is_version(hello.version) or judge(OWN, hello.version, __version__) is Verdict.REFUSE
+        ),
+        f"libraries is not a map from {', '.join(LIBRARIES)} to versions; see that site": not are_libraries(hello.libraries),
+    }
+    raise_first(problems, RefusedError, name)
     own = libraries()
     for package, verdict in differences(hello.libraries, own).items():
         if verdict is Verdict.REFUSE:
@@ -101,10 +92,9 @@ def check_versions(hello: Hello) -> None:
 
 def warnings(hello: Hello) -> list[str]:
     """Return a warning for each library of an accepted site whose version differs by more than a patch release."""
-    own = libraries()
+    own, bits = libraries(), "its numbers may differ in the last bits"
     differing = differences(hello.libraries, own)
-    found = [f"{package} {hello.libraries[package]}, the server has {own[package]}" for package in differing]
-    return [f"{hello.name}: {one}; its numbers may differ in the last bits" for one in found]
+    return [f"{hello.name}: {one} {hello.libraries[one]}, the server has {own[one]}; {bits}" for one in differing]
 
 
 def is_version(reported: Any) -> bool:

@@ -87,14 +87,12 @@ def delete_at_server(folder: Path, stored: Sequence[Path], state: Path, reason: 
 def _delete(folder: Path, job_folders: Sequence[Path], state: Path, said: dict[str, Any]) -> dict[str, Any]:
     """Delete a run's files and emptied folders, and the paths `job_folders` of its jobs elsewhere; record and return it."""
     inside = [path for one in job_folders for path in (one, *(() if one.is_symlink() else one.rglob("*")))]
-    others = [path for path in inside if path.is_symlink() or path.is_file()]
-    files = [*_files_to_delete(folder), *others]
+    files = [*_files_to_delete(folder), *[path for path in inside if path.is_symlink() or path.is_file()]]
     size = sum(path.lstat().st_size for path in files)
     for path in files:
         path.unlink()
-    for one in job_folders:
-        if one.is_dir():
-            shutil.rmtree(one)
+    for one in filter(Path.is_dir, job_folders):
+        shutil.rmtree(one)
     for place in sorted((p for p in folder.rglob("*") if p.is_dir() and not p.is_symlink()), reverse=True):
         if not any(place.iterdir()):
             place.rmdir()

@@ -93,8 +93,5 @@ def draw(run: Path, folder: Path) -> None:
 
 def _read_measurements(path: Path) -> dict[tuple[int, int], dict[str, float]]:
     """Return the stored measurements by (round, phase)."""
-    found = {}
-    for place, values in json.loads(path.read_text()).items():
-        round, phase = place.split("-")
-        found[int(round), int(phase)] = values
-    return found
+    stored = ((place.split("-"), values) for place, values in json.loads(path.read_text()).items())
+    return {(int(round), int(phase)): values for (round, phase), values in stored}

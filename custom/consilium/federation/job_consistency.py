@@ -152,7 +152,6 @@ def check_server_step_and_state(config: JobConfig, strategy: Strategy, initial: 
     server, who, traits = config.server, f"strategy {strategy.name!r}", strategy.traits
     optimizer, is_robust = (server.optimizer, server.is_robust) if server else (None, False)
     uploads = any(strategy.names(initial, Role.SHARED, *place) for place in traits.phase_schedule())
-    unequal = config.adapter_kind.unequal_ranks or traits.skips_blocks
     problems = {
         f"server: {who} merges sites' results one by one, not their mean; remove the section": (
             server is not None and traits.needs == "sites"
@@ -167,7 +166,7 @@ def check_server_step_and_state(config: JobConfig, strategy: Strategy, initial: 
             config.training.optimizer_state == "kept" and (traits.scales_adapter or not traits.fixed_basis)
         ),
         f"diagnostics.deviation: true: {who} sends sites factors of unequal shapes, which have no mean; remove it": (
-            config.diagnostics.deviation and unequal
+            config.diagnostics.deviation and (config.adapter_kind.unequal_ranks or traits.skips_blocks)
         ),
     }
     raise_first(problems, source=source)

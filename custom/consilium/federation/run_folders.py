@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from consilium.core.errors import ConfigError
+from consilium.core.errors import ConfigError, raise_first
 from consilium.core.sanitize import shown
 from consilium.core.storage import lock_folder, make_private_folder, read_json, write_json
 from consilium.privacy.audit_log import FILE, load_record
@@ -25,13 +25,14 @@ _FILE = re.compile(r".*\.(sqlite|jsonl?|ya?ml|safetensors|lock)", re.IGNORECASE)
 
 def check_run_name(name: str) -> str:
     """Return a run's name if it can name a folder. Raises ConfigError otherwise."""
-    if not _NAME.fullmatch(name) or len(name) > LENGTH:
-        raise ConfigError(
-            f"experiment: {shown(name, 80)!r}: expected at most {LENGTH} letters, digits and ._-, a letter or digit first, "
-            "no dot last; give the run another name"
-        )
-    if name.lower() in RESERVED or _FILE.fullmatch(name):
-        raise ConfigError(f"experiment: {name!r} is the name of a file or folder of ours; give the run another name")
+    problems = {
+        f"{shown(name, 80)!r}: expected at most {LENGTH} letters, digits and ._-, a letter or digit first, no dot last; give "
+        "the run another name": not _NAME.fullmatch(name) or len(name) > LENGTH,
+        f"{shown(name, 80)!r} is the name of a file or folder of ours; give the run another name": (
+            name.lower() in RESERVED or _FILE.fullmatch(name)
+        ),
+    }
+    raise_first(problems, source="experiment")
     return name
 
 

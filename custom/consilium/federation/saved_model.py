@@ -13,7 +13,7 @@ from torch import nn
 from consilium.adapters import adapter_state
 from consilium.adapters.names import LOCAL_ADAPTER, MEAN, SHIFT, is_base, skippable_block
 from consilium.config.job import JobConfig
-from consilium.core.errors import CheckpointError
+from consilium.core.errors import CheckpointError, raise_first
 from consilium.core.messages import Tensors
 from consilium.core.storage import (
     PRIVATE,
@@ -27,6 +27,7 @@ from consilium.core.storage import (
 from consilium.federation.model_card import Card, page
 from consilium.models.registry import MODELS
 from consilium.privacy.plan import Plan
+from consilium.report.tables import only_true
 from consilium.strategies.strategy import Role, Strategy
 from consilium.tasks.registry import LOWER, TASKS
 
@@ -66,20 +67,16 @@ def write_adapter_folder(
     made = folder.with_name(f".{folder.name}.new")
     shutil.rmtree(made, ignore_errors=True)
     make_private_folder(made)
-    found = []
-    if kept.share:
-        found.append(
-            f"Beside the adapter runs the site's local one (`local/`), each counting {1 - kept.share:g} and {kept.share:g}."
-        )
-    if kept.similar:
-        found.append(
-            "In the final evaluation, the weight of the local adapter was set for each sample by its similarity to "
-            f"{kept.similar} training records of the site, at most {kept.share:g}. No file holds these records. A loaded model "
-            "uses the maximum weight for every sample, so its scores differ from those above."
-        )
-    if kept.scaling != 1:
-        found.append(f"The adapter's part of the forward pass is multiplied by {kept.scaling:g}.")
-    card = replace(card, notes=(*card.notes, *found))
+    notes = {
+        f"Beside the adapter runs the site's local one (`local/`), each counting {1 - kept.share:g} and {kept.share:g}.": (
+            kept.share
+        ),
+        "In the final evaluation, the weight of the local adapter was set for each sample by its similarity to "
+        f"{kept.similar} training records of the site, at most {kept.share:g}. No file holds these records. A loaded model "
+        "uses the maximum weight for every sample, so its scores differ from those above.": kept.similar,
+        f"The adapter's part of the forward pass is multiplied by {kept.scaling:g}.": kept.scaling != 1,
+    }
+    card = replace(card, notes=(*card.notes, *only_true(notes)))
     with name_path_in_errors(made):
         export_adapter(made, export_tensors, config, plan)
     save_state(made / TENSORS, kept.values, {"forward": kept.stored_forward_settings, "card": asdict(card)})
@@ -116,10 +113,11 @@ def read_adapter_folder(folder: Path) -> tuple[SavedModel, Card]:
 
 def check_scaling_and_share(kept: SavedModel, path: Path | str) -> None:
     """Raise CheckpointError for a scaling or share that a forward pass cannot have, TypeError for a value that is no number."""
-    if not math.isfinite(kept.scaling):
-        raise CheckpointError(f"{path}: scaling {kept.scaling}: is not a finite number; take what the run wrote")
-    if not 0 <= kept.share <= 1:
-        raise CheckpointError(f"{path}: share {kept.share}: is not within 0 and 1; take what the run wrote")
+    problems = {
+        f"scaling {kept.scaling}: is not a finite number; take what the run wrote": not math.isfinite(kept.scaling),
+        f"share {kept.share}: is not within 0 and 1; take what the run wrote": not 0 <= kept.share <= 1,
+    }
+    raise_first(problems, CheckpointError, path)
 
 
 def save_if_best(path: Path, kept: SavedModel, config: JobConfig, metric: str, score: float | None) -> None:

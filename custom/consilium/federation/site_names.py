@@ -51,8 +51,7 @@ def site_names(sites: str, data: Path | None) -> list[str]:
         names = [name.strip() for name in sites.split(",") if name.strip()]
     else:
         names = _numbered_names(3) if there is None else there
-    from_data = there is not None and set(names) <= set(there)
-    _check_names(names, f"--data: {data}" if from_data else "--sites")
+    _check_names(names, f"--data: {data}" if there is not None and set(names) <= set(there) else "--sites")
     if there is not None and (unknown := [name for name in names if name not in there]):
         raise ConfigError(f"--sites: {unknown[0]!r}: --data {data} has no such site; it has {_format_names(there)}")
     return names
@@ -82,8 +81,7 @@ def sites_record(sites: Mapping[str, SiteConfig]) -> RecordedSites:
 
 
 def _datalist_paths(site: SiteConfig) -> list[Path]:
-    lists = [site.datalist, *(dataset.datalist for dataset in site.datasets.values())]
-    return [path for path in lists if path is not None]
+    return [path for path in [site.datalist, *(dataset.datalist for dataset in site.datasets.values())] if path is not None]
 
 
 def read_recorded_sites(folder: Path) -> RecordedSites:

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.box import SIMPLE
 from rich.cells import cell_len
@@ -21,6 +21,8 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from consilium.core.sanitize import csv_cell, markdown_cell, rich_line, shown
+
+Told = TypeVar("Told")
 
 WRAPPED = 16
 """Cells of a terminal to which a column of texts is narrowed, at most. Its texts wrap."""
@@ -89,8 +91,8 @@ def difference_text(value: float) -> str:
     return found if float(found) else "0.000"
 
 
-def only_true(texts: Mapping[str, object]) -> list[str]:
-    """Return the texts whose value is true, in order, such as the notes that apply to a table."""
+def only_true(texts: Mapping[Told, object]) -> list[Told]:
+    """Return the texts, or rows of texts, whose value is true, in order, such as the notes that apply to a table."""
     return [text for text, holds in texts.items() if holds]
 
 

@@ -12,7 +12,7 @@ from consilium.adapters.names import factor
 from consilium.adapters.registry import ADAPTERS
 from consilium.client.client import Client
 from consilium.config.run_sections import OracleConfig, ValidateConfig
-from consilium.core.errors import ConfigError
+from consilium.core.errors import raise_first
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.seeding import seed_for
 from consilium.core.storage import load_state, save_state
@@ -36,17 +36,15 @@ class SiteDiagnostics:
         self._starts: dict[str, Tensors] = {}
         self._runs: dict[str, str] = {}
         self._results: dict[str, SiteResult] = {}
-        if self.config.oracle and not isinstance(job.strategy, UnequalRanks):
-            raise ConfigError(
-                f"diagnostics.oracle: strategy {job.strategy.name!r} has equal ranks, and so no oracle of a higher one; "
-                "remove it, or use a strategy such as fedhera"
-            )
-        if self.config.leakage and not self._factors_with_local_partner(0, 0):
-            raise ConfigError(
-                f"diagnostics.leakage: strategy {job.strategy.name!r} keeps no factor of a layer at the site while it "
-                "shares the other; remove it, or use a strategy such as fediat"
-            )
-
+        who = f"strategy {job.strategy.name!r}"
+        problems = {
+            f"oracle: {who} has equal ranks, and so no oracle of a higher one; remove it, or use a strategy such as fedhera": (
+                self.config.oracle and not isinstance(job.strategy, UnequalRanks)
+            ),
+            f"leakage: {who} keeps no factor of a layer at the site while it shares the other; remove it, or use a strategy "
+            "such as fediat": self.config.leakage and not self._factors_with_local_partner(0, 0),
+        }
+        raise_first({f"diagnostics.{problem}": holds for problem, holds in problems.items()})
         for name, site in sites.items() if self.config.leakage else ():
             site.on_train = partial(self._store_start, name)
 
@@ -115,5 +113,4 @@ class SiteDiagnostics:
             best = SiteResult(Client(unseen).train(ORACLE, whole), 1, whole, self._results[name].site)
             drifts.append(oracle_drift(layer_changes(self._results[name]), layer_changes(best)))
         absolute, relative = (sum(values) / len(values) for values in zip(*drifts, strict=True))
-        scaling = self.job.config.adapter.product_scaling
-        return {"oracle drift/absolute": absolute * scaling, "oracle drift/relative": relative}
+        return {"oracle drift/absolute": absolute * self.job.config.adapter.product_scaling, "oracle drift/relative": relative}

@@ -77,8 +77,7 @@ def simulated_sites(
         data = load_site_data(job.config, name, site, home, own)
         identity = read_simulated_identity(keys, name, site.secure_aggregation) if job.config.secure_aggregation else None
         guard = build_guard(job, name, site, own, own, observer, simulated=True, data=data, identity=identity)
-        own_model = copy_sharing_base(model) if together else model
-        client = build_site(job, name, site, home, observer, own_model, data=data)
+        client = build_site(job, name, site, home, observer, copy_sharing_base(model) if together else model, data=data)
         guard.ready = client.prepare_round
         made[name] = SimulatedSite(client, guard)
     return made

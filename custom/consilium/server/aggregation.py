@@ -93,8 +93,7 @@ def server_optimizer_step(config: ServerConfig, state: ServerState, mean: Tensor
     for name, value in mean.items():
         whole, update, part = state.shared[name], value.double(), tuple(slice(size) for size in value.shape)
         first = _store_moment_copy(kept, f"{FIRST}/{name}", whole, 0.0)[part]
-        share = 1.0 if config.optimizer == "momentum" else 1 - config.beta1
-        first.mul_(config.beta1).add_(update, alpha=share)
+        first.mul_(config.beta1).add_(update, alpha=1.0 if config.optimizer == "momentum" else 1 - config.beta1)
         if config.optimizer == "momentum":
             steps[name] = config.learning_rate * first
             continue
@@ -274,8 +273,7 @@ def with_divisor_and_maps(
 
 def aggregate_for(job: Job) -> RoundAggregate:
     """Return the aggregate that collects a job's results: masked or not."""
-    kind = MaskedAggregate if job.config.secure_aggregation else RoundAggregate
-    return kind(job.strategy, job.config.server)
+    return (MaskedAggregate if job.config.secure_aggregation else RoundAggregate)(job.strategy, job.config.server)
 
 
 def mean_penalty_losses(trained: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from consilium.adapters.adapter_state import LARGEST as LARGEST_ADAPTER
-from consilium.core.errors import ConsiliumError, Reason, RefusedError
+from consilium.core.errors import ConsiliumError, Reason, RefusedError, raise_first
 from consilium.core.messages import CAPACITY, Hello, Payload, Tensors, allowed_metrics, is_hash_or_empty
 from consilium.core.norms import non_finite_names, norm
 from consilium.core.sanitize import count_with_noun, first_names_text, shown
@@ -64,12 +64,15 @@ def check_hello(hello: Hello, packages: Mapping[str, str]) -> None:
             "add entries under `training` to its data list, or set `test_only: true` in its site.yaml"
         )
     flags = type(hello.joined) is bool and type(hello.seeded) is bool
-    if not flags or not is_hash_or_empty(hello.checkpoint) or not is_hash_or_empty(hello.ledger):
-        raise RefusedError(
-            f"{name}: joined, seeded, checkpoint or ledger in its hello is malformed; see that site, its version may differ"
-        )
-    if type(hello.test_only) is not bool or (hello.test_only and hello.num_samples):
-        raise RefusedError(f"{name}: test_only is not a boolean, or it says that it has training samples too; see that site")
+    problems = {
+        "joined, seeded, checkpoint or ledger in its hello is malformed; see that site, its version may differ": (
+            not flags or not is_hash_or_empty(hello.checkpoint) or not is_hash_or_empty(hello.ledger)
+        ),
+        "test_only is not a boolean, or it says that it has training samples too; see that site": (
+            type(hello.test_only) is not bool or (hello.test_only and hello.num_samples)
+        ),
+    }
+    raise_first(problems, RefusedError, name)
     if not isinstance(hello.capacity, dict) or not hello.capacity.keys() <= CAPACITY:
         raise RefusedError(f"{name}: capacity has other keys than {', '.join(sorted(CAPACITY))}; see that site")
     if not all(_is_number(value) and value >= SMALLEST for value in hello.capacity.values()):
@@ -106,8 +109,7 @@ def check_update(job: Job, plan: Plan | None, result: Payload, sent: Payload) ->
     # accepted updates, so a site could send larger ones each round. Site-level noise is large by design, so its expected norm
     # is added to the limit.
     adapter, update = job.initial_norm or 1.0, norm(result.tensors)
-    numbers = sum(tensor.numel() for tensor in result.tensors.values())
-    noise = plan.clip + plan.site_noise * math.sqrt(numbers) if plan else 0.0
+    noise = plan.clip + plan.site_noise * math.sqrt(sum(tensor.numel() for tensor in result.tensors.values())) if plan else 0.0
     limit = job.config.federation.max_norm_ratio
     if update > limit * (adapter + noise):  # it would ruin the mean for all sites
         against = f"{limit:g} times the adapter's {adapter:.3g}" + (f" and noise of {noise:.3g}" if noise else "")
@@ -116,10 +118,11 @@ def check_update(job: Job, plan: Plan | None, result: Payload, sent: Payload) ->
 
 def check_evaluation(job: Job, result: Payload, round: int, phase: int) -> None:
     """Raise RefusedError unless `result` has only the scores of the evaluation in this round and phase."""
-    if (result.round, result.phase) != (round, phase):
-        raise RefusedError("stale: the evaluation of another round; it is not recorded")
-    if result.tensors or result.scalars:
-        raise RefusedError("an evaluation with tensors or scalars; it is not recorded")
+    problems = {
+        "stale: the evaluation of another round; it is not recorded": (result.round, result.phase) != (round, phase),
+        "an evaluation with tensors or scalars; it is not recorded": result.tensors or result.scalars,
+    }
+    raise_first(problems, RefusedError)
     _check_seal(result)
     _check_metrics(job, result.metrics)
 

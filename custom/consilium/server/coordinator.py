@@ -12,7 +12,7 @@ from pathlib import Path
 
 from consilium.client.model_store import write_shared_model
 from consilium.config.site import SiteConfig
-from consilium.core.errors import ConsiliumError, Reason, RefusedError
+from consilium.core.errors import ConsiliumError, Reason, RefusedError, raise_first
 from consilium.core.messages import HELD_OUT, Hello, Observer, Payload, SiteInfo, Tensors, is_hash_or_empty
 from consilium.core.sanitize import count_with_noun, shown
 from consilium.core.seeding import seed_for
@@ -286,13 +286,14 @@ class Coordinator:
 
     def payload_answered(self, name: str, result: Payload) -> Payload:
         """Return the payload that was sent to the site in this phase. Raises RefusedError unless the result answers it."""
-        if name not in self.asked or name in self.accepted:
-            raise RefusedError(f"{name} was not asked in this phase, or has answered already")
-        if (result.round, result.phase) != (self.state.round, self.state.phase):
-            raise RefusedError(
-                f"stale: answers round {shown(result.round, 20)} phase {shown(result.phase, 20)}, "
-                f"the federation is at round {self.state.round} phase {self.state.phase}"
-            )
+        problems = {
+            f"{name} was not asked in this phase, or has answered already": name not in self.asked or name in self.accepted,
+            f"stale: answers round {shown(result.round, 20)} phase {shown(result.phase, 20)}, the federation is at round "
+            f"{self.state.round} phase {self.state.phase}": (
+                (result.round, result.phase) != (self.state.round, self.state.phase)
+            ),
+        }
+        raise_first(problems, RefusedError)
         sent = self.sent[name]
         check_update(self.job, self.plan, result, sent)
         return sent

@@ -107,8 +107,7 @@ class MaskedRounds:
         if attempt is None:
             asked = set(c.start())
             cohort = set(self.collector.roster) if self.bare else asked
-            attempt = self.collector.begin(c.state.round, c.state.phase, cohort)
-            return attempt, c.sent
+            return self.collector.begin(c.state.round, c.state.phase, cohort), c.sent
         # absent sites whose updates are stored
         self._away = {n for n in attempt.cohort if n not in c.sites and attempt.load_masked(n)}
         c.add_absent_sites(self._away)

@@ -54,8 +54,7 @@ def server_start(job: Job, own: SiteConfig) -> Start:
     if not job.config.trains:
         return Start(job.initial)
     if job.config.adapter.start is not None:
-        folder = resolve_checkpoint_path("adapter.start", job.config.adapter.start, own, "the server's")
-        return _start_from_adapter(job, folder)
+        return _start_from_adapter(job, resolve_checkpoint_path("adapter.start", job.config.adapter.start, own, "the server's"))
     if not job.strategy.traits.needs_base_weights:
         return Start(job.initial)
     config = job.config

@@ -56,8 +56,7 @@ class StatisticsRound:
 
     def finish(self) -> None:
         """Write the statistics of all sites as JSON and text."""
-        refused = dict.fromkeys(self.asked, "no answer") | self.refused
-        answers = {name: {"refused": why} for name, why in refused.items()}
+        answers = {name: {"refused": why} for name, why in (dict.fromkeys(self.asked, "no answer") | self.refused).items()}
         answers |= {name: one.model_dump(mode="json") for name, one in self.found.items()}
         sites = dict(sorted(answers.items()))
         self.asked = set()
@@ -136,8 +135,7 @@ def statistics_text(job: str, sites: Answers) -> str:
         [name if number == 0 else "", *pair] for name, told in sites.items() for number, pair in enumerate(_rows_of_site(told))
     ]
     table = Table(f"{job}: the sites' data", [Column(one, right=False) for one in ("site", "what", "counts")], rows)
-    console = Console(file=(file := StringIO()), width=WIDTH, force_terminal=False, color_system=None)
-    console.print(terminal_table(table, WIDTH))
+    Console(file=(file := StringIO()), width=WIDTH, force_terminal=False, color_system=None).print(terminal_table(table, WIDTH))
     return file.getvalue()
 
 

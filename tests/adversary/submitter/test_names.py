@@ -171,14 +171,10 @@ def test_no_class_takes_an_argument_that_it_does_not_know(path: str) -> None:
         ({"resume": "subprocess.Popen"}, "resume"),
         ({"resume": "false"}, "resume"),
         ({"resume": 1}, "resume"),
-        ({"task_check_period": 0}, "task_check_period"),
-        ({"task_check_period": 1e9}, "task_check_period"),
-        ({"task_check_period": float("nan")}, "task_check_period"),
-        ({"task_check_period": "0.2"}, "task_check_period"),
-        ({"task_check_period": True}, "task_check_period"),
+        ({"resume": [POPEN]}, "resume"),
     ],
 )
-def test_the_controllers_arguments_are_of_their_type_and_bounded(arguments: dict[str, Any], field: str) -> None:
+def test_the_controllers_argument_is_of_its_type(arguments: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, match=rf"^config_fed_server\.json: RoundController: {field}: ") as told:
         instantiate_class("consilium.flare.job.controller.RoundController", arguments)
     assert "\n" not in str(told.value)

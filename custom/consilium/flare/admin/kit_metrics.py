@@ -33,6 +33,7 @@ from consilium.report.untrusted_files import read_events
 RECENT = 30 * 86400.0
 """Seconds after a run's last event until its metrics are dropped."""
 SITE_FACTS = {
+    "last_seen": "site_last_heartbeat_timestamp_seconds",
     "skew": "site_clock_ahead_seconds",
     "certificate_ends": "site_certificate_end_timestamp_seconds",
     "disk_free": "site_disk_free_bytes",
@@ -94,8 +95,8 @@ def collect_metrics(kit: Path) -> list[Sample]:
             if path.is_file() and (folder / "job.yaml").is_file() and time.time() - path.stat().st_mtime < RECENT:
                 found += _run_samples(folder, read_events(path)[0])
         with suppress(ConfigError):  # no site was seen, or the file is damaged; `consilium sites` reports both
-            for name, one in heartbeat_server.read_attendance(kit)["sites"].items():
-                found += _heartbeat_samples(name, one)
+            sites = heartbeat_server.read_attendance(kit)["sites"].items()
+            found += (sample for name, one in sites for sample in _heartbeat_samples(name, one))
         return found
     found += budget_samples(site, Ledger(site.privacy.ledger_in(state)))
     for run in all_runs(state):
@@ -119,41 +120,40 @@ def _heartbeat_samples(name: str, one: dict[str, Any]) -> Iterator[Sample]:
     of, health = {"site": name}, one.get("health", {}) if one.get("here") else {}
     if one.get("cause"):
         yield Sample("refused", 1, of | {"cause": one["cause"]})
-    if "last_seen" in one:  # not for a site that was refused before its first heartbeat
-        yield Sample("site_last_heartbeat_timestamp_seconds", one["last_seen"], of)
     if "version" in one:
         yield Sample("site_info", 1, of | {"version": one["version"]})
-    for fact, metric in SITE_FACTS.items():
-        if fact in one | health:
-            yield Sample(metric, float((one | health)[fact]), of)
-    for number, (free, _) in enumerate(health.get("gpus", ())):
-        yield Sample("site_gpu_memory_free_bytes", free, of | {"gpu": str(number)})
+    known = one | health
+    yield from (Sample(metric, float(known[fact]), of) for fact, metric in SITE_FACTS.items() if fact in known)
+    gpus = enumerate(health.get("gpus", ()))
+    yield from (Sample("site_gpu_memory_free_bytes", free, of | {"gpu": str(number)}) for number, (free, _) in gpus)
     if "refusal" in health:
         yield Sample("site_last_refusal_timestamp_seconds", health.get("refused_at", 0.0), of | {"code": health["refusal"]})
 
 
 def _run_samples(folder: Path, events: list[dict[str, Any]]) -> Iterator[Sample]:
-    """Yield the metrics of one run."""
-    of = {"run": folder.name}
+    """Yield the metrics of one run. A time that is unknown, as of a damaged event, has none."""
+    of, events = {"run": folder.name}, [one for one in events if one["time"] is not None]
     done = [x for x in events if x["event"] == "concluded"]
     began = {(x["round"], x["phase"]): x["time"] for x in events if x["event"] == "started"}
     yield Sample("run_round", len({x["round"] for x in done}), of)
     yield Sample("run_rounds", yaml.safe_load((folder / "job.yaml").read_text(encoding="utf-8"))["training"]["rounds"], of)
     state, end, cause = run_state(folder, events)
     yield Sample("run_state", 1, of | {"state": state})
-    if end is not None:
-        yield Sample("run_end_timestamp_seconds", end, of)
     if cause:
         yield Sample("run_stopped", 1, of | {"cause": cause})
-    if events:
-        yield Sample("run_last_event_timestamp_seconds", events[-1]["time"], of)
-    if done and (start := began.get((done[-1]["round"], done[-1]["phase"]))) is not None:
-        yield Sample("run_round_seconds", done[-1]["time"] - start, of)
+    start = began.get((done[-1]["round"], done[-1]["phase"])) if done else None
+    times = {
+        "run_end_timestamp_seconds": end,
+        "run_last_event_timestamp_seconds": events[-1]["time"] if events else None,
+        "run_round_seconds": None if start is None else done[-1]["time"] - start,
+    }
+    yield from (Sample(metric, value, of) for metric, value in times.items() if value is not None)
     here = {line["site"]: line["time"] for line in events if line["event"] in ("joined", "result", "final")}  # the last of each
-    for site, when in sorted(here.items()):
-        yield Sample("run_site_last_seen_timestamp_seconds", when, of | {"site": site})
-    for site, count in sorted(Counter(line["site"] for line in events if line["event"] == "refused").items()):
-        yield Sample("run_refusals_total", count, of | {"site": site})
+    yield from (
+        Sample("run_site_last_seen_timestamp_seconds", when, of | {"site": site}) for site, when in sorted(here.items())
+    )
+    refused = Counter(line["site"] for line in events if line["event"] == "refused")
+    yield from (Sample("run_refusals_total", count, of | {"site": site}) for site, count in sorted(refused.items()))
 
 
 def run_state(folder: Path, events: list[dict[str, Any]]) -> tuple[str, float | None, str]:

@@ -20,7 +20,16 @@ from nvflare.fuel.f3.cellnet.core_cell import CoreCell
 from nvflare.fuel.flare_api import api_spec
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
-from consilium.core.errors import ABORTED_RUN, UNEXPLAINED, ConfigError, ConsiliumError, ExitCode, JobError, UnreachableError
+from consilium.core.errors import (
+    ABORTED_RUN,
+    UNEXPLAINED,
+    ConfigError,
+    ConsiliumError,
+    ExitCode,
+    JobError,
+    UnreachableError,
+    raise_first,
+)
 from consilium.core.sanitize import shown
 from consilium.core.schema import read_yaml
 from consilium.core.storage import read_json
@@ -104,10 +113,11 @@ class Admin:
         if found is not None:
             return found
         fitting = [job for job in jobs if job["job_id"].startswith(name)]
-        if len(fitting) > 1:
-            raise ConfigError(f"{shown(name)}: {len(fitting)} jobs have ids that begin so; give more characters of the id")
-        if not fitting:
-            raise ConfigError(f"{shown(name)}: no such job or experiment; `consilium status --kit KIT` lists them")
+        problems = {
+            f"{len(fitting)} jobs have ids that begin so; give more characters of the id": len(fitting) > 1,
+            "no such job or experiment; `consilium status --kit KIT` lists them": not fitting,
+        }
+        raise_first(problems, source=shown(name))
         return fitting[0]
 
     def find_present_job(self, name: str) -> Job:
@@ -127,8 +137,7 @@ class Admin:
 
         def names_experiment(job: Job) -> bool:
             with tempfile.TemporaryDirectory() as folder, suppress(*FLARE_ERRORS, ConfigError, ValueError, OSError):
-                content = Path(self.session.download_job_result(job["job_id"], folder)) / "job"
-                (file,) = content.glob("*/app/config/job.yaml")
+                (file,) = (Path(self.session.download_job_result(job["job_id"], folder)) / "job").glob("*/app/config/job.yaml")
                 raw = read_yaml(file)
                 return isinstance(raw, dict) and str(raw.get("experiment")) == experiment
             return False
@@ -186,8 +195,7 @@ class Admin:
         if not meta["status"].startswith(ENDED):
             waits = self._scheduler_text(meta["job_id"]) if meta["status"] == WAITING else ""
             try:
-                stats = self.session.show_stats(meta["job_id"], api_spec.TargetType.SERVER)
-                running = stats.get("server", {}).get("consilium")
+                running = self.session.show_stats(meta["job_id"], api_spec.TargetType.SERVER).get("server", {}).get("consilium")
             except FLARE_ERRORS:  # before the job's controller has started, and while the job ends
                 running = None
             if running and (waiting := running.get("waiting")):
@@ -195,8 +203,8 @@ class Admin:
                 ages = dict[str, int]()
                 with suppress(ConsiliumError):  # a kit of an old version has no list of sites
                     seen = self.attendance()
-                    beats = {name: one["last_seen"] for name, one in seen["sites"].items() if "last_seen" in one}
-                    ages = {name: round(seen["server"]["clock"] - beat) for name, beat in beats.items()}
+                    now, sites = seen["server"]["clock"], seen["sites"].items()
+                    ages = {name: round(now - one["last_seen"]) for name, one in sites if "last_seen" in one}
                 waiting["silent_seconds"] = {name: ages[name] for name in waiting["sites"] if ages.get(name, 0) > OVERDUE}
             return found | {"progress": running} | ({"waits": waits} if waits else {})
         found |= self._download_progress(meta["job_id"])
@@ -243,8 +251,7 @@ class Admin:
                 finished = progress(result) if (result / "metrics.jsonl").is_file() else None
             if finished and finished["finished"]:
                 return {"progress": finished}
-            reason = stored_reason(result)
-            return {"progress": finished} | ({"reason": reason} if reason else {})
+            return {"progress": finished} | ({"reason": reason} if (reason := stored_reason(result)) else {})
 
     def download(self, job_id: str, destination: Path) -> Path:
         """Download an ended job's result. Return this package's folder in it, whose files RunLog describes."""

@@ -4,7 +4,6 @@ import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated
 
 from nvflare.apis.client import Client
 from nvflare.apis.event_type import EventType
@@ -14,11 +13,9 @@ from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
-from pydantic import Field, StrictBool, StrictFloat
 
-from consilium.core.errors import ABORTED_RUN, UNEXPLAINED, ConsiliumError
+from consilium.core.errors import ABORTED_RUN, UNEXPLAINED, ConfigError, ConsiliumError
 from consilium.core.sanitize import shown
-from consilium.core.schema import Section, validate
 from consilium.flare.job import job_context, wire
 from consilium.flare.job.transport import REPLIED, Aborted, FlareTransport
 from consilium.flare.kit.audit_rotation import aborting_person
@@ -30,22 +27,18 @@ from consilium.server.cross_site import CrossSites, scored_run_state
 from consilium.server.masked_round import MaskedRounds
 from consilium.server.run_start import check_start_folder
 
-
-class Arguments(Section):
-    """The arguments that a job may set in config_fed_server.json. `task_check_period`: seconds between two checks of tasks."""
-
-    resume: StrictBool = False
-    task_check_period: Annotated[StrictFloat, Field(ge=0.05, le=60)] = 0.2
+PERIOD = 0.2
+"""Seconds between two checks of the tasks' states."""
 
 
 class RoundController(Controller):
-    """Runs a job's rounds. Raises ConfigError for an argument of a wrong type or out of bounds."""
+    """Runs a job's rounds. `resume`: continue the run of this name. Raises ConfigError if `resume` is no boolean."""
 
-    def __init__(self, resume: bool = False, task_check_period: float = 0.2) -> None:
-        given = {"resume": resume, "task_check_period": task_check_period}
-        validate(Arguments, given, Path("config_fed_server.json: RoundController"))
-        super().__init__(task_check_period=task_check_period)
-        self.resume, self.task_check_period = resume, task_check_period
+    def __init__(self, resume: bool = False) -> None:
+        if type(resume) is not bool:
+            raise ConfigError(f"config_fed_server.json: RoundController: resume: {shown(resume, 40)}: expected true or false")
+        super().__init__(task_check_period=PERIOD)
+        self.resume = resume
         self.coordinator: Coordinator | None = None
         self.crossing: CrossSites | None = None
         self.masked: MaskedRounds | None = None
@@ -86,8 +79,7 @@ class RoundController(Controller):
             what = f"the server cannot use the run's files ({error.strerror or error})"
             reason = f"{what}; {remedy}, then `consilium resume`"
         except Exception as error:
-            reason = f"an unexpected error at the server ({type(error).__name__}); see the server's log"
-            self._record_reason(reason, fl_ctx)
+            self._record_reason(f"an unexpected error at the server ({type(error).__name__}); see the server's log", fl_ctx)
             raise
         else:
             return
@@ -120,8 +112,9 @@ class RoundController(Controller):
         asked = event_type == InfoCollector.EVENT_TYPE_GET_STATS and isinstance(collector, GroupInfoCollector)
         if asked and self.coordinator:
             transport = self.transport
-            waiting = (lambda: transport.waiting) if transport else None
-            collector.set_info("consilium", progress(self.coordinator.folder, waiting))
+            collector.set_info(
+                "consilium", progress(self.coordinator.folder, (lambda: transport.waiting) if transport else None)
+            )
 
     def stop_controller(self, fl_ctx: FLContext) -> None:
         """Close the run's files, and copy those that an administrator may download to FLARE's run folder."""
@@ -135,7 +128,7 @@ class RoundController(Controller):
         """Run all rounds and the final evaluation. If the quorum is missed, the job ends early; its checkpoint stays."""
         if (c := self.coordinator) is None:
             return
-        self.transport = transport = FlareTransport(self, c, abort_signal, fl_ctx, self._revoked, self.task_check_period)
+        self.transport = transport = FlareTransport(self, c, abort_signal, fl_ctx, self._revoked, PERIOD)
         with self._give_up_on_error(fl_ctx):
             with suppress(Aborted):
                 RunLoop(c, transport, self.masked, self.crossing).run()

@@ -113,8 +113,7 @@ class GuardResultFilter(ClosedFilter):
             raise
         except BaseException as error:
             log_failure(self, fl_ctx, error, "a refusal could not be put on record")
-            over = isinstance(error, RefusedError) and error.reason is Reason.BUDGET
-            return Reason.BUDGET if over else Reason.LEDGER
+            return Reason.BUDGET if isinstance(error, RefusedError) and error.reason is Reason.BUDGET else Reason.LEDGER
 
     def _remember_sent(self, message: Shareable, fl_ctx: FLContext) -> Shareable:
         site_jobs.site_job_state(fl_ctx).sent = message

@@ -31,8 +31,9 @@ class PrivateFile(RotatingFileHandler):
     def __init__(self, fl_ctx: FLContext) -> None:
         folder = make_private_folder(job_context.state_folder(fl_ctx) / ERRORS)
         name = Path(str(fl_ctx.get_job_id())).name  # the server chose the id
-        how = {"delay": True, "encoding": "utf-8", "errors": "backslashreplace"}  # a file's name may be no valid text
-        super().__init__(folder / f"{name}.log", maxBytes=MAX_BYTES, backupCount=1, **how)  # type: ignore[arg-type]
+        super().__init__(
+            folder / f"{name}.log", maxBytes=MAX_BYTES, backupCount=1, delay=True, encoding="utf-8", errors="backslashreplace"
+        )  # a file's name may be no valid text
         self.setFormatter(logging.Formatter("%(asctime)s - %(levelname)s - %(message)s"))
 
     def handleError(self, record: logging.LogRecord) -> None:

@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 from consilium.config.site import SIMULATION, Given, TrackingConfig, find_site
 from consilium.core.storage import read_json, write_json
@@ -25,10 +24,9 @@ def is_simulated_process() -> bool:
 
 def write_settings(given: Given, workspace: Path, sites: list[str]) -> None:
     """Write the sites' data, checkpoints and tracking settings to a file that the processes of the simulation read."""
-    settings: dict[str, Any] = {"tracking": given.tracking.mlflow if given.tracking else None}
-    settings |= {key: str(path) if path else None for key, path in (("data", given.data), ("checkpoints", given.checkpoints))}
-    settings |= sites_record({name: find_site(name, given) for name in sites})._asdict()
-    write_json(workspace / SIMULATION, settings)
+    paths = {key: str(path) if path else None for key, path in (("data", given.data), ("checkpoints", given.checkpoints))}
+    record = sites_record({name: find_site(name, given) for name in sites})._asdict()
+    write_json(workspace / SIMULATION, {"tracking": given.tracking.mlflow if given.tracking else None} | paths | record)
 
 
 def read_settings(workspace: Path) -> Given:

@@ -168,10 +168,10 @@ class FlareTransport:
         quick = any(isinstance(one, dict) and one.get("step") in QUICK for one in messages.values())
         encoded = self._encode_messages(kind, messages)
         gone = {name for name in encoded if self.controller.get_client_disconnect_time(name)}
-        for name in sorted(gone):
-            self._refuse(name, "its process has ended, or it cannot be reached; see its log")
-        for name in sorted(self._revoked() & encoded.keys() - gone):
-            self._refuse(name, REFUSED)
+        reasons = dict.fromkeys(self._revoked() & encoded.keys(), REFUSED)
+        reasons |= dict.fromkeys(gone, "its process has ended, or it cannot be reached; see its log")
+        for name, reason in sorted(reasons.items()):
+            self._refuse(name, reason)
         here, over = {name: one for name, one in encoded.items() if name not in gone}, threading.Event()
         tasks = self.send(kind.value, here, self._make_receiver(kind, take, over))
         self.wait_for(tasks, enough, QUICK_GRACE if quick else None)

@@ -188,17 +188,15 @@ def decode(shareable: Shareable) -> tuple[Payload, str]:
         rest, tensors = dxo.get_meta_prop(KEY) or {}, dict(dxo.data)
         if isinstance(rest, bytes):
             tensors, rest = unpack(tensors, rest)
-        round = _checked_integer(shareable.get_header(AppConstants.CURRENT_ROUND, dxo.get_meta_prop(MetaKey.CURRENT_ROUND, 0)))
-        payload = Payload(
-            round,
+        return Payload(
+            _checked_integer(shareable.get_header(AppConstants.CURRENT_ROUND, dxo.get_meta_prop(MetaKey.CURRENT_ROUND, 0))),
             _checked_integer(rest.get("phase", 0)),
             tensors,
             dict(rest.get("scalars", {})),
             dict(rest.get("metrics", {})),
             _checked_text(rest.get("ledger", "")),
             dict(rest.get("masking", {})),
-        )
-        return payload, _checked_text(rest.get("run", ""))
+        ), _checked_text(rest.get("run", ""))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise RefusedError(f"not a consilium message: {type(error).__name__}", Reason.TASK) from None
 
@@ -271,9 +269,7 @@ def pop(shareable: Shareable) -> Any:
 
 def encode_dict(key: str, values: dict[str, Any]) -> Shareable:
     """Return a shareable that holds the plain `values` under `key`."""
-    shareable = Shareable()
-    shareable[key] = values
-    return shareable
+    return Shareable({key: values})
 
 
 def refusal(reason: Reason) -> Shareable:

@@ -59,9 +59,8 @@ def examine_expiry(check: str, whose: str, certificate: x509.Certificate, remedy
         behind = "set the clock: it is behind the clock that the certificate was made by"
         return Finding(check, span, behind if now < start else f"set the clock, or {remedy}")
     days = days_left(certificate, now)
-    if days < URGENT_DAYS:
-        return Finding(check, span, f"{count_with_noun(days, 'day')} left: {remedy}")
-    return Finding(check, span, advice=f"{count_with_noun(days, 'day')} left: {remedy}" if days < WARN_DAYS else "")
+    left = f"{count_with_noun(days, 'day')} left: {remedy}"
+    return Finding(check, span, left if days < URGENT_DAYS else "", left if URGENT_DAYS <= days < WARN_DAYS else "")
 
 
 def examine_own_certificate(kit: Path) -> Finding:
@@ -190,8 +189,7 @@ def _connect(kit: Path) -> Iterator[ssl.SSLSocket]:
 def proxy_of(host: str) -> str:
     """Return the URL of the proxy that gRPC uses for a host, from environment variables; "" for no proxy."""
     without, proxy = (next((os.environ[n] for n in names if os.environ.get(n)), "") for names in (NO_PROXIES, PROXIES))
-    ends = [end for one in without.split(",") if (end := one.strip())]
-    return "" if host.endswith(tuple(ends)) else proxy
+    return "" if host.endswith(tuple(end for one in without.split(",") if (end := one.strip()))) else proxy
 
 
 def fingerprints(root: x509.Certificate) -> tuple[str, str]:

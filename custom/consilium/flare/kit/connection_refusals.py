@@ -33,7 +33,7 @@ from consilium.core.storage import make_private_folder, read_json, write_json
 from consilium.federation.run_folders import STATE
 
 FILE = "admission.json"
-"""The file in our folder of a site's kit while the server refuses the site: {"cause", "since"}."""
+"""The file in our folder of a site's kit while the server refuses the site: {"cause"}."""
 LAST_ANSWER = "heartbeat-answer"
 """An empty file in our folder of a site's kit. Its time is that of the server's last answer to a heartbeat."""
 RETRY = 60.0
@@ -113,7 +113,7 @@ def note_cause(kit: Path, cause: Cause | None) -> None:
         if cause is None:
             path.unlink(missing_ok=True)
         elif noted_cause(kit) is not cause:
-            write_json(path, {"cause": cause, "since": time.time()})
+            write_json(path, {"cause": cause})
 
 
 def note_answer(kit: Path) -> None:

@@ -19,7 +19,7 @@ import yaml
 from nvflare.tool.deploy.deploy_commands import prepare_deployment
 
 from consilium.config.site import load_site
-from consilium.core.errors import ConfigError
+from consilium.core.errors import ConfigError, raise_first
 from consilium.core.schema import read_yaml
 from consilium.core.storage import read_json
 from consilium.federation.run_folders import STATE
@@ -51,19 +51,25 @@ def prepare(kit: Path, settings: Path, output: Path) -> Path:
     and with FLARE's reason if FLARE cannot prepare the kit.
     """
     kit_name(kit)
-    if participant_role(kit) not in ("site", "server"):
-        raise ConfigError(f"{kit}: neither a site's nor the server's startup kit; give one's folder")
-    if not shadows_job_settings(kit):
-        raise ConfigError(f"{kit}: a job could bring its own connection settings; run `consilium allow {kit}` first")
+    problems: dict[str, object] = {
+        f"{kit}: neither a site's nor the server's startup kit; give one's folder": (
+            participant_role(kit) not in ("site", "server")
+        ),
+        f"{kit}: a job could bring its own connection settings; run `consilium allow {kit}` first": (
+            not shadows_job_settings(kit)
+        ),
+        f"{kit}: its keys are locked, and a container cannot ask; run `consilium unlock {kit} --for-good`": (
+            (kit / LOCKED).is_file()
+        ),
+        f"--output: {output}: lies in the kit that is copied; give a folder outside of it": (
+            output.resolve().is_relative_to(kit.resolve())
+        ),
+        f"--output: {output}: exists; give a new folder": output.exists(),
+    }
+    raise_first(problems)
     check_stopped(kit)
-    if (kit / LOCKED).is_file():
-        raise ConfigError(f"{kit}: its keys are locked, and a container cannot ask; run `consilium unlock {kit} --for-good`")
-    if output.resolve().is_relative_to(kit.resolve()):
-        raise ConfigError(f"--output: {output}: lies in the kit that is copied; give a folder outside of it")
     if kit_role(kit) == "site":
         _check_paths_outside(kit)
-    if output.exists():
-        raise ConfigError(f"--output: {output}: exists; give a new folder")
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".prepare-") as place:
         copy = copy_without_run_files(kit, Path(place) / kit.resolve().name)

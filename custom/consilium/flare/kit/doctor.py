@@ -25,7 +25,7 @@ from consilium.client.machine_check import (
     run_check,
 )
 from consilium.config.site import SiteConfig, load_kit_site, load_site
-from consilium.core.errors import ConfigError, Reason
+from consilium.core.errors import ConfigError, Reason, raise_first
 from consilium.core.sanitize import count_with_noun
 from consilium.federation.run_folders import STATE
 from consilium.flare import patches
@@ -264,10 +264,11 @@ def _examine_key(kit: Path) -> str:
             f"{path}: mode {mode:o}: others can read it; chmod 600 {path}; ask the hub for a new kit if they may have"
         )
     own = certificate_path(kit)
-    if not is_key_of(path, load_certificate(own)):
-        raise ConfigError(f"{path}: not the key of {own.name}; restore it, or ask the hub for a new kit")
-    if locked and path in unlocked_key_files(kit):
-        raise ConfigError(f"{path}: in clear beside {LOCKED}; stop it, then run `consilium lock {kit}`")
+    problems = {
+        f"not the key of {own.name}; restore it, or ask the hub for a new kit": not is_key_of(path, load_certificate(own)),
+        f"in clear beside {LOCKED}; stop it, then run `consilium lock {kit}`": locked and path in unlocked_key_files(kit),
+    }
+    raise_first(problems, source=path)
     return "locked, and open now" if locked else "for this user only; `consilium lock` puts it under a passphrase"
 
 
@@ -297,8 +298,7 @@ def _examine_allow_list(kit: Path) -> Finding | str:
     advice = (
         f"any job can use {len(others)} classes of others, and some go past our guard: remove those you do not need ({first})"
     )
-    found = f"just the classes of ours that a {role} needs, enforced"
-    return Finding("allow-list", found, advice=advice if others else "")
+    return Finding("allow-list", f"just the classes of ours that a {role} needs, enforced", advice=advice if others else "")
 
 
 def _is_wildcard(entry: str) -> bool:

@@ -69,14 +69,9 @@ POLL = 0.1
 """Seconds between two checks whether FLARE's client has an engine."""
 
 
-def own_facts(certificate_ends: float | None = None, health: Facts | None = None) -> Facts:
-    """Return this participant's facts: versions, clock, the time its certificate expires, and its `health`.
-
-    Times are in seconds since 1970. Facts that are None are left out.
-    """
-    facts: Facts = {"version": __version__, "protocol": PROTOCOL, "libraries": libraries(), "clock": time.time()}
-    more = {"certificate_ends": certificate_ends, "health": health}
-    return facts | {name: value for name, value in more.items() if value is not None}
+def own_facts() -> Facts:
+    """Return this participant's versions and clock, in seconds since 1970."""
+    return {"version": __version__, "protocol": PROTOCOL, "libraries": libraries(), "clock": time.time()}
 
 
 def await_valid_certificate(kit: Path) -> None:
@@ -178,7 +173,7 @@ class AttendanceReport(FLComponent):
                 self._health = HealthReport(self._kit)
                 cell = fl_ctx.get_engine().get_cell().core_cell
                 cell.add_incoming_reply_filter(CellChannel.SERVER_MAIN, CellChannelTopic.HEART_BEAT, self._note_reply)
-            facts = own_facts(health=self._health.facts)
+            facts = own_facts() | ({"health": health} if (health := self._health.facts) is not None else {})
             with suppress(OSError, ValueError):  # the certificate is being replaced by a renewed one
                 own = load_crt(self._kit / "startup" / "client.crt")
                 facts["certificate_starts"] = own.not_valid_before_utc.timestamp()
@@ -227,10 +222,6 @@ def is_time(value: Any) -> bool:
 
 def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**60
-
-
-def _round_down(size: int) -> int:
-    return size // STEP * STEP
 
 
 HEALTH: dict[str, Callable[[Any], bool]] = {
@@ -290,8 +281,8 @@ class HealthReport:
         if site.health is None:
             return None
         state, memory = site.state or self.kit / STATE, psutil.virtual_memory()
-        found: Facts = {"disk_free": _round_down(shutil.disk_usage(state if state.is_dir() else self.kit).free)}
-        found |= {"memory_free": _round_down(memory.available), "memory": memory.total, "gpus": gpu_memory()}
+        found: Facts = {"disk_free": shutil.disk_usage(state if state.is_dir() else self.kit).free // STEP * STEP}
+        found |= {"memory_free": memory.available // STEP * STEP, "memory": memory.total, "gpus": gpu_memory()}
         paths = [one for one in (site.datalist, *(data.datalist for data in site.datasets.values())) if one]
         if paths != self._paths or not 0 <= time.time() - self._data.get("data_checked", 0.0) < DATA_PERIOD:
             readable = True
@@ -309,7 +300,7 @@ def gpu_memory() -> list[list[int]]:
     with suppress(OSError, ValueError, subprocess.SubprocessError):
         said = subprocess.run(GPU_QUERY, capture_output=True, text=True, timeout=GPU_PATIENCE, check=True).stdout
         rows = [[int(number) * 2**20 for number in row.split(",")] for row in said.splitlines()[:MAX_GPUS]]
-        return [[_round_down(free), whole] for free, whole in rows]
+        return [[free // STEP * STEP, whole] for free, whole in rows]
     return []
 
 

@@ -74,10 +74,9 @@ class Attendance(FLComponent):
             with suppress(ConfigError):  # the doctor reports it
                 make_private_folder(server_folders(self._kit)[0])  # FLARE would create it readable by all users
             with suppress(ConfigError):  # there is no file yet, or it is damaged and is replaced
-                former = read_attendance(self._kit)["sites"]
                 self._sites = {
                     n: {k: v for k, v in one.items() if k not in ("here", "jobs", "cause")}
-                    for n, one in former.items()
+                    for n, one in read_attendance(self._kit)["sites"].items()
                     if "last_seen" in one
                 }
         # a refused site sends no heartbeat, but it tries to register
@@ -199,12 +198,14 @@ def read_attendance(kit: Path) -> Facts:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}); remove it, the server writes it anew") from None
     try:
-        whole = {"version", "protocol"} <= valid_facts(found["server"], SENT).keys()
-        for one in found["sites"].values():
-            valid = valid_facts(one, STORED)
-            whole = whole and valid.keys() == one.keys() & STORED.keys() and {"here", "jobs"} <= valid.keys()
+        whole = {"version", "protocol"} <= valid_facts(found["server"], SENT).keys() and all(
+            valid.keys() == one.keys() & STORED.keys()
+            and {"here", "jobs"} <= valid.keys()
             # a site that was refused before its first heartbeat has a cause
-            whole = whole and ("last_seen" in valid or valid.get("cause") is not None)
+            and ("last_seen" in valid or valid.get("cause") is not None)
+            for one in found["sites"].values()
+            for valid in [valid_facts(one, STORED)]
+        )
     except (KeyError, TypeError, AttributeError):
         whole = False
     if not whole:

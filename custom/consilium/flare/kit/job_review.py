@@ -36,6 +36,7 @@ from consilium.privacy.guard.guard import Guard
 from consilium.privacy.guard.task_schedule import site_run_id
 from consilium.privacy.plan import Plan, make_plan
 from consilium.privacy.secagg.certificates import Identity, read_identity
+from consilium.report.tables import only_true
 from consilium.strategies.strategy import Role
 
 WIDTH, MARGIN = 80, 11
@@ -132,20 +133,28 @@ class Review:
         yield from (("budget", text) for text in _budget_texts(self.site, cost))
         yield from (("leaves", text) for text in _sent_lines(self.job, self.site, cost))
         files = other_files(self.app)
-        if not files and not config.packages:
-            yield "code", "none: the job is configuration only"
-        if files:
-            yield "code", f"UNUSUAL: {count_with_noun(len(files), 'file')} besides the configuration: {json.dumps(files)}"
-        for package, version in config.packages.items():
-            yield "code", f"plug-in {package} {version}, installed here; the digest covers its code"
+        yield from only_true(
+            {
+                ("code", "none: the job is configuration only"): not files and not config.packages,
+                (
+                    "code",
+                    f"UNUSUAL: {count_with_noun(len(files), 'file')} besides the configuration: {json.dumps(files)}",
+                ): files,
+            }
+        )
+        plugin = "installed here; the digest covers its code"
+        yield from (("code", f"plug-in {package} {version}, {plugin}") for package, version in config.packages.items())
         yield "settings", f"all of them: {self.app / JOB}"
         yield "digest", self.digest
-        if self.approved:
-            yield "approved", f"already, {self.approved.get('time')}, by {self.approved.get('by')}"
-        if self.site.approve is None:
-            yield "note", "site.yaml has no `approve: digest`, so every job runs here without an approval"
-        if self.refusal:
-            yield "REFUSED", f"Even if you approve it, this site would refuse the job now: {self.refusal}"
+        yield from only_true(
+            {
+                ("approved", f"already, {self.approved.get('time')}, by {self.approved.get('by')}"): self.approved,
+                ("note", "site.yaml has no `approve: digest`, so every job runs here without an approval"): (
+                    self.site.approve is None
+                ),
+                ("REFUSED", f"Even if you approve it, this site would refuse the job now: {self.refusal}"): self.refusal,
+            }
+        )
 
 
 def review(app: Path, kit: Path) -> Review:
@@ -165,18 +174,15 @@ def review(app: Path, kit: Path) -> Review:
                 load_kit_site(local / "site.yaml")
             guard = build_guard(job, name, site, Path(folder), root, lambda event: None, identity=identity)
             run = uuid.uuid4().hex  # a new run, of which the ledger has no rows
-            generated = site.dataset(config.data.dataset, name)[1] is None
-            cost = _cost(guard, site_run_id(name, run, config.digest, ""), generated)
+            cost = _cost(guard, site_run_id(name, run, config.digest, ""), site.dataset(config.data.dataset, name)[1] is None)
             guard.authorize(Kind.HELLO, run)  # the first tasks of a run
             if config.statistics is not None and config.cross_site is None:
                 guard.authorize(Kind.STATISTICS, run)
             guard.end_task()
             _check_checkpoint(config, site)
         except (ConsiliumError, OSError) as error:
-            refusal = " ".join(str(error).split()).removeprefix(f"{name}: ")
-            refusal = refusal.replace("; nothing was sent", "")
-    known = approval.read_approvals(local).get(digest, {})
-    return Review(job, site, app, digest, _submitter(app, kit), cost, refusal, known)
+            refusal = " ".join(str(error).split()).removeprefix(f"{name}: ").replace("; nothing was sent", "")
+    return Review(job, site, app, digest, _submitter(app, kit), cost, refusal, approval.read_approvals(local).get(digest, {}))
 
 
 def _identity(config: JobConfig, site: SiteConfig, kit: Path, name: str) -> Identity | None:

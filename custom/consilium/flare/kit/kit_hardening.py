@@ -80,8 +80,7 @@ def harden_start_scripts(startup: Path) -> None:
         before, found, after = script.partition(ARGUMENTS)
         if path.name == START and (not found or PYTHON in before):
             raise ConsiliumError(f"{path}: is not the script of FLARE 2.9; install the pinned nvflare")
-        safe = before + ELSEWHERE + found + after if path.name == START else script.replace(PYTHON, SAFE_PYTHON)
-        _replace_script(path, safe)
+        _replace_script(path, before + ELSEWHERE + found + after if path.name == START else script.replace(PYTHON, SAFE_PYTHON))
 
 
 def add_unlock_prompt(startup: Path) -> None:
@@ -141,8 +140,7 @@ def altered_files(startup: Path) -> list[str]:
 
 def unsafe_scripts(startup: Path) -> list[Path]:
     """Return the scripts in startup/ that are not safe to call from any folder, see `harden_start_scripts`."""
-    marks = {START: ELSEWHERE, CONSOLE: SAFE_PYTHON}
-    files = {startup / name: mark.encode() for name, mark in marks.items()}
+    files = {startup / name: mark.encode() for name, mark in {START: ELSEWHERE, CONSOLE: SAFE_PYTHON}.items()}
     return [path for path, mark in files.items() if path.is_file() and mark not in path.read_bytes()]
 
 

@@ -191,12 +191,6 @@ STEPS = {
 3. Watch:    consilium status --kit KIT""",
 }
 WHAT = {"site": "a site", "server": "the server", "relay": "a relay", "person": "a person"}
-PAGES = {
-    "site": "provisioning/administrator.md",
-    "server": "provisioning/engineer.md",
-    "relay": "provisioning/engineer.md",
-    "person": "provisioning/engineer.md",
-}
 
 
 def write_readme(kit: Path, project: str) -> None:
@@ -204,5 +198,6 @@ def write_readme(kit: Path, project: str) -> None:
     (kit / "startup" / ProvFileName.README_TXT).unlink(missing_ok=True)  # FLARE's, in a person's kit
     role = participant_role(kit) or "site"
     key = certificate_path(kit).with_suffix(".key").name
-    text = TEXT.format(name=kit_name(kit), what=WHAT[role], project=project, key=key, steps=STEPS[role], page=PAGES[role])
+    page = f"provisioning/{'administrator' if role == 'site' else 'engineer'}.md"
+    text = TEXT.format(name=kit_name(kit), what=WHAT[role], project=project, key=key, steps=STEPS[role], page=page)
     write_atomic(kit / ProvFileName.README_TXT, text.encode(), PUBLIC)

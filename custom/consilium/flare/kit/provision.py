@@ -106,7 +106,7 @@ def provision(sites: Path, folder: Path, names: Collection[str] = (), renewed: M
     write_atomic(folder / "project.yml", yaml.safe_dump(raw, sort_keys=False).encode())
     make_private_folder(state.parent).chmod(0o700)  # before FLARE writes the root key there, in a file that all users may read
     errors: list[str] = []
-    log = SimpleNamespace(error=errors.append, warning=_drop, info=_drop, debug=_drop)
+    log = SimpleNamespace(error=errors.append, **dict.fromkeys(("warning", "info", "debug"), lambda message: None))
     wanted = {deployment.server.name, *names}  # FLARE needs the server, whose address is in every kit
     if names:
         raw["participants"] = [one for one in raw["participants"] if one["name"] in wanted]
@@ -166,10 +166,6 @@ def check_names(deployment: DeploymentConfig, names: Collection[str], sites: Pat
         raise ConfigError(f"--only: {sites}: none is named {unknown[0]!r}; give one of {', '.join(sorted(known))}")
 
 
-def _drop(message: str) -> None:
-    """Log nothing, as FLARE's provisioner is to print errors only."""
-
-
 def former_root(state: Path) -> dict[str, str] | None:
     """Return the former root from a project's folder `state`. None if no root is being replaced."""
     path = state / "cert.json"
@@ -178,8 +174,7 @@ def former_root(state: Path) -> dict[str, str] | None:
 
 def root_certificate_sha256(state: Path) -> str:
     """Return the SHA-256 of the current root's certificate, which sites compare by telephone."""
-    root = read_json(state / "cert.json")[ROOT]
-    return fingerprints(x509.load_pem_x509_certificate(root.encode()))[0]
+    return fingerprints(x509.load_pem_x509_certificate(read_json(state / "cert.json")[ROOT].encode()))[0]
 
 
 def install_root_bridge(startup: Path, former: dict[str, str], server: bool) -> Any | None:

@@ -35,7 +35,7 @@ from nvflare.lighter.utils import (
 )
 
 from consilium.config.deployment import load_deployment
-from consilium.core.errors import ConfigError
+from consilium.core.errors import ConfigError, raise_first
 from consilium.core.storage import write_atomic
 from consilium.flare.kit.certificates import fingerprints, parse_fingerprint
 from consilium.flare.kit.connection_refusals import note_cause
@@ -180,10 +180,11 @@ def start_root_key_rollover(state: dict[str, Any], days: int) -> dict[str, Any]:
     replacement of the root has not ended.
     """
     former, now = x509.load_pem_x509_certificate(state[ROOT].encode()), datetime.now(UTC)
-    if FORMER in state:
-        raise ConfigError("--root new: a new root is being put in already; end that first, with --root only-new")
-    if former.not_valid_after_utc <= now:
-        raise ConfigError("--root new: the root has ended and vouches for nobody; make a new project in a new folder")
+    problems = {
+        "a new root is being put in already; end that first, with --root only-new": FORMER in state,
+        "the root has ended and vouches for nobody; make a new project in a new folder": former.not_valid_after_utc <= now,
+    }
+    raise_first(problems, source="--root new")
     key, public = generate_keys()
     before = Identity(get_cert_common_name(former))
     stem, dash, number = (before.name or "").rpartition("-")  # two roots of one name would be taken for each other

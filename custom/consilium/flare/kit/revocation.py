@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from consilium.core.errors import ConfigError
+from consilium.core.errors import ConfigError, raise_first
 from consilium.core.sanitize import shown
 from consilium.core.storage import lock_folder, note, read_json
 from consilium.federation.run_folders import ATTENDANCE, STATE
@@ -31,12 +31,18 @@ def revoke(name: str, kit: Path) -> str:
     Unknown names are accepted, because the server does not know all names of the project. If a time in the kit's files is later
     than this machine's clock, that time is used. Otherwise a certificate made between the two times would remain valid.
     """
-    if not (kit / "startup" / "server.crt").is_file():
-        raise ConfigError(f"--kit: {kit}: not the server's startup kit; give its folder, at the server")
-    if not has_revocation_check(kit):
-        raise ConfigError(f"{kit}: its server does not look at revocations; stop it, run `consilium allow KIT`, start it")
-    if not name or name != name.strip() or name == "server":
-        raise ConfigError(f"{shown(name)!r}: no name of a site or a person; give it as in sites.yml")
+    problems: dict[str, object] = {
+        f"--kit: {kit}: not the server's startup kit; give its folder, at the server": (
+            not (kit / "startup" / "server.crt").is_file()
+        ),
+        f"{kit}: its server does not look at revocations; stop it, run `consilium allow KIT`, start it": (
+            not has_revocation_check(kit)
+        ),
+        f"{shown(name)!r}: no name of a site or a person; give it as in sites.yml": (
+            not name or name != name.strip() or name == "server"
+        ),
+    }
+    raise_first(problems)
     made = load_certificate(kit / "startup" / "server.crt").not_valid_before_utc.timestamp()
     now = max(time.time(), made, latest_heartbeat(kit / STATE / ATTENDANCE), *revoked_until(kit / "local").values())
     with lock_folder(kit / "local"):
@@ -61,8 +67,7 @@ def latest_heartbeat(path: Path) -> float:
 def revoked_until(local: Path) -> dict[str, float]:
     """Return the list: for each revoked name the time T (see the module). {} if there is no list. Raises ConfigError."""
     try:
-        found = read_json(local / FILE)
-        return {name: float(entry["until"]) for name, entry in found.items()}
+        return {name: float(entry["until"]) for name, entry in read_json(local / FILE).items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
