@@ -142,23 +142,6 @@ def test_the_order_in_which_sites_report_changes_nothing(tmp_path: Path) -> None
     assert [(one.best, one.round, one.worse) for one in found] == [(pytest.approx(0.2), 0, 1)]
 
 
-def test_only_rounds_that_validate_count(tmp_path: Path) -> None:
-    server = opened(job_of(every=2, patience=1), tmp_path)
-    for scores in [(0.9, 0.9), (0.5, 0.5), (0.9, 0.9)]:
-        phase(server, scores)
-    assert server.validations == Validations("dice", 0.5, 1, 0)
-    phase(server, [0.4, 0.4])
-    assert server.is_done
-
-
-def test_it_goes_by_the_metric_of_the_first_validation(tmp_path: Path) -> None:
-    """A round in which no site has that score is no better, whatever the losses are."""
-    server = opened(job_of(patience=3), tmp_path)
-    phase(server, [0.5, 0.5])
-    phase(server, [9.0, 9.0], metric="validation/global/loss")
-    assert server.validations == Validations("dice", 0.5, 0, 1)
-
-
 def test_the_last_round_is_no_early_end(tmp_path: Path) -> None:
     server = opened(job_of(rounds=2, patience=1), tmp_path)
     phase(server, [0.5, 0.5])
@@ -168,22 +151,38 @@ def test_the_last_round_is_no_early_end(tmp_path: Path) -> None:
     assert progress(tmp_path)["ended"] is None
 
 
-def test_a_round_of_two_phases_is_never_cut(tmp_path: Path) -> None:
-    """What the second phase is sent is half of a round: its score does not count."""
-    server = opened(job_of("deer", patience=1), tmp_path)
-    for scores in [(0.5, 0.5), (0.9, 0.9), (0.4, 0.4)]:
-        phase(server, scores)
-    assert (server.validations, server.state.phase, server.is_done) == (Validations("dice", 0.5, 0, 1), 1, False)
-    phase(server, [0.9, 0.9])
-    assert (server.state.round, server.state.phase, server.is_done) == (2, 0, True)
+LOSS = "validation/global/loss"
 
 
-def test_a_warm_up_does_not_count(tmp_path: Path) -> None:
-    """FedDBE finds its common mean in the first round."""
-    server = opened(job_of("feddbe", patience=1), tmp_path)
-    phase(server, [0.9, 0.9])
-    phase(server, [0.5, 0.5])
-    assert server.validations == Validations("dice", 0.5, 1, 0)
+@pytest.mark.parametrize(
+    ("strategy", "validate", "told", "best", "worse", "place"),
+    [
+        ("fedit", {"every": 2, "patience": 1}, [(0.9, DICE), (0.5, DICE), (0.9, DICE)], (0.5, 1), 0, (3, 0)),
+        # a round in which no site has the score of the first validation is no better, whatever the losses are
+        ("fedit", {"patience": 3}, [(0.5, DICE), (9.0, LOSS)], (0.5, 0), 1, (2, 0)),
+        # what the second phase is sent is half of a round: its score does not count, and the round is never cut
+        ("deer", {"patience": 1}, [(0.5, DICE), (0.9, DICE), (0.4, DICE)], (0.5, 0), 1, (1, 1)),
+        # FedDBE finds its common mean in the first round, a warm-up
+        ("feddbe", {"patience": 2}, [(0.9, DICE), (0.5, DICE)], (0.5, 1), 0, (2, 0)),
+    ],
+)
+def test_only_validations_of_whole_rounds_by_the_first_metric_count(
+    strategy: str,
+    validate: dict[str, int],
+    told: list[tuple[float, str]],
+    best: tuple[float, int],
+    worse: int,
+    place: tuple[int, int],
+    tmp_path: Path,
+) -> None:
+    """None of these ends the run; one more bad validation after it does where the patience is 1."""
+    server = opened(job_of(strategy, **validate), tmp_path)
+    for score, metric in told:
+        phase(server, [score, score], metric=metric)
+    assert (server.validations, server.is_done) == (Validations("dice", *best, worse), False)
+    assert (server.state.round, server.state.phase) == place
+    phase(server, [0.4, 0.4])
+    assert server.is_done is (validate["patience"] == 1)
 
 
 def test_without_any_score_the_run_goes_on_and_says_it_once(tmp_path: Path) -> None:

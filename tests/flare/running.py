@@ -103,11 +103,7 @@ def exported(config: JobConfig, workspace: Path, edit: Edit, data: Path | None, 
 
 
 def in_simulator(
-    workspace: Path,
-    config: JobConfig,
-    edit: Edit = untouched,
-    sites: list[str] | None = None,
-    data: Path | None = None,
+    workspace: Path, config: JobConfig, edit: Edit = untouched, sites: list[str] | None = None, data: Path | None = None
 ) -> Path:
     """Run a job in FLARE's simulator: a process for the server and one for each site."""
     with exported(config, workspace, edit, data, sites or SITES) as job:

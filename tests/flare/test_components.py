@@ -137,11 +137,7 @@ def test_replayed_reply_has_the_jobs_upload_time(job: Job, guard: Guard) -> None
     fl_ctx.set_prop(FLContextKey.RUNNER, runner, private=True)
     fl_ctx.set_prop(FLContextKey.TASK_NAME, wire.TRAIN, private=True, sticky=False)
     process_state.forget_guards()
-    known = {
-        "open_site_folder": guard.folder,
-        "site_root": guard.records,
-        "observer": print,
-    }
+    known = {"open_site_folder": guard.folder, "site_root": guard.records, "observer": print}
     with (
         patch.multiple(job_context, **{name: Mock(return_value=value) for name, value in known.items()}),
         patch.object(site_jobs, "approved_job", return_value=(job, "", SiteConfig())),

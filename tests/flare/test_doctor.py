@@ -252,18 +252,10 @@ def test_a_server_of_another_name_is_no_other_project(kit: Path, server: None) -
     [
         (listing("consilium."), "allow-list", "'consilium.' is a prefix: a job can call any name under it"),
         (listing("consilium.flare.kit.provision"), "allow-list", "'consilium.flare.kit.provision' is a prefix"),
-        (
-            listing("consilium.flare."),
-            "allow-list",
-            "a site needs consilium.flare.job.executor.SiteExecutor, ",
-        ),
+        (listing("consilium.flare."), "allow-list", "a site needs consilium.flare.job.executor.SiteExecutor, "),
         (listing("nvflare.app_common.workflows"), "allow-list", "name single classes"),
         (listing("*"), "allow-list", "'*' is a prefix"),
-        (
-            listing("consilium.cli.main.app"),
-            "allow-list",
-            "app' is none that a site needs; run `consilium allow KIT`",
-        ),
+        (listing("consilium.cli.main.app"), "allow-list", "app' is none that a site needs; run `consilium allow KIT`"),
         (listing("consilium.flare.job.controller.RoundController"), "allow-list", "RoundController' is none that a site needs"),
         (change("resources.json", lambda r: r["class_allow_list"].pop(0)), "allow-list", "SiteExecutor' is missing"),
         (change("resources.json", lambda r: r.update(class_allow_list="consilium.")), "allow-list", "is not a list of names"),
@@ -353,8 +345,7 @@ def test_approval_with_byoc_is_a_problem(kit: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
-    [("", True), ("# datalist: /data\n", True), ("[]\n", True), ("''\n", True), ("{}\n", False)],
+    ("text", "problem"), [("", True), ("# datalist: /data\n", True), ("[]\n", True), ("''\n", True), ("{}\n", False)]
 )
 def test_empty_site_yaml_is_a_problem(text: str, problem: bool, kit: Path) -> None:
     """The site refuses every job then, because the file may have lost the hospital's policies. `{}` says: none."""

@@ -313,14 +313,7 @@ def test_a_former_key_in_the_kit_is_not_left_in_clear(kit: Path) -> None:
     key_lock.lock(kit, PASSPHRASE)
 
 
-def test_a_kit_without_a_key_is_not_called_locked(kit: Path) -> None:
-    (kit / "startup/client.key").unlink()
-    with pytest.raises(ConfigError, match="the private key is not there"):
-        key_lock.lock(kit, PASSPHRASE)
-    assert not (kit / LOCKED).exists()
-
-
-def test_bytes_that_are_no_text_are_one_line(
+def test_what_is_no_passphrase_or_no_key_is_one_line(
     kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bytes").write_bytes(b"\xff" * 20)
@@ -329,6 +322,10 @@ def test_bytes_that_are_no_text_are_one_line(
     (kit / "startup/client.key").write_bytes(b"\xff" * 20)
     with pytest.raises(ConfigError, match="not a key in PEM format"):
         key_lock.lock(kit, PASSPHRASE)
+    (kit / "startup/client.key").unlink()
+    with pytest.raises(ConfigError, match="the private key is not there"):
+        key_lock.lock(kit, PASSPHRASE)
+    assert not (kit / LOCKED).exists()
 
 
 def test_a_restart_of_the_machine_does_not_alter_the_kit(kit: Path) -> None:
@@ -362,22 +359,6 @@ def test_lock_refuses_if_the_locked_file_has_changed_since_unlock(
     assert key.read_bytes() == before
     assert run(monkeypatch, *lock[1:], "--passphrase-file", file) == 0
     assert not key.is_symlink()
-    key_lock.unlock(kit, PASSPHRASE, for_good=True)
-    assert key.read_bytes() == before
-
-
-def test_lock_with_a_lost_locked_file_needs_a_new_passphrase(
-    kit: Path, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    key = kit / "startup/client.key"
-    before = key.read_bytes()
-    key_lock.lock(kit, PASSPHRASE)
-    key_lock.unlock(kit, PASSPHRASE)
-    (kit / LOCKED).unlink()
-    assert run(monkeypatch, "lock", kit) == 2
-    assert f"{kit / LOCKED} is gone; new passphrase: nobody to ask; give --passphrase-file" in capsys.readouterr().err
-    assert key.read_bytes() == before
-    assert run(monkeypatch, "lock", kit, "--passphrase-file", file) == 0
     key_lock.unlock(kit, PASSPHRASE, for_good=True)
     assert key.read_bytes() == before
 

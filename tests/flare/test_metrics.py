@@ -170,9 +170,7 @@ def test_what_sites_say_of_themselves_becomes_metrics_of_the_server(server: Path
     attend(server, a=said, b={"cause": "ended", "here": False})
     found = {name: value for name, value in numbers(server).items() if "_site_" in name and 'site="a"' in name}
     seen = {name: found.pop(name) for name in list(found) if "last_seen" in name}
-    assert seen.keys() == {
-        'consilium_run_site_last_seen_timestamp_seconds{run="fundus-1",site="a"}',
-    }
+    assert seen.keys() == {'consilium_run_site_last_seen_timestamp_seconds{run="fundus-1",site="a"}'}
     assert found == {
         'consilium_site_last_heartbeat_timestamp_seconds{site="a"}': 1_000_000,
         'consilium_site_info{site="a",version="0.3.1"}': 1,

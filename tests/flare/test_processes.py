@@ -74,11 +74,7 @@ def content(kit: Path) -> dict[Path, bytes]:
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("linked", [False, True])
 def test_a_running_kit_is_refused_before_anything_is_written(
-    change: Callable[[Path], object],
-    linked: bool,
-    kit: Path,
-    running: subprocess.Popen[bytes],
-    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Path], object], linked: bool, kit: Path, running: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, path = content(kit), kit
     if linked:
@@ -151,9 +147,12 @@ def test_pid_files_and_others_commands_are_no_sign_of_a_running_kit(kit: Path) -
     for mark in processes.MARKS:
         (kit / mark).write_text("1\n")  # lives, and is none of the kit's
     processes.check_stopped(kit)
-    for words in (["doctor", kit], ["-m", CLIENT, "-m", f"{kit}-2"], [kit / "local/site.yaml"]):
-        for _ in sleeping(*words):
+    editor = [kit / "startup" / processes.START]
+    for words in (["doctor", kit], ["-m", CLIENT, "-m", f"{kit}-2"], [kit / "local/site.yaml"], editor, [CLIENT, kit]):
+        for other in sleeping(*words):
             processes.check_stopped(kit)
+            processes.stop([kit])
+            assert other.poll() is None
 
 
 def test_a_change_in_a_copy_changes_no_kit_whose_folders_are_links(kit: Path, tmp_path: Path) -> None:
@@ -200,15 +199,6 @@ def test_a_copy_has_only_what_a_fresh_kit_has(kit: Path, tmp_path: Path) -> None
     assert {path.relative_to(copied) for path in copied.rglob("*") if not path.is_dir()} == fresh
 
 
-def test_stop_ends_all_processes_of_a_kit_and_no_other(kit: Path, running: subprocess.Popen[bytes]) -> None:
-    for other in sleeping("-m", CLIENT, "-m", kit.parent):
-        (kit / "daemon_pid.fl").write_text("1")
-        processes.stop([kit])
-        assert running.poll() is not None
-        assert other.poll() is None
-        assert not (kit / "daemon_pid.fl").exists()
-
-
 def test_the_script_that_would_start_a_participant_again_ends_first(kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if its process has the higher number, as after the numbers of processes have begun anew."""
     told: list[str] = []
@@ -245,26 +235,16 @@ def test_the_root_key_is_never_readable_by_others(tmp_path: Path, monkeypatch: p
     assert (state / "cert.json").stat().st_mode & 0o077 == 0
 
 
-def test_an_editor_of_the_start_script_is_no_running_kit(kit: Path) -> None:
-    for editor in sleeping(kit / "startup" / processes.START):
+def test_a_backup_of_the_start_script_is_no_running_kit(kit: Path, tmp_path: Path) -> None:
+    (tmp_path / "backup.sh").write_text("echo; read -r line")
+    words = ["bash", str(tmp_path / "backup.sh"), str(kit / "startup" / processes.START)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as backup:
+        assert backup.stdout
+        assert backup.stdout.readline()
         processes.check_stopped(kit)
         processes.stop([kit])
-        assert editor.poll() is None
-
-
-def test_a_search_and_a_backup_of_the_script_are_no_running_kit(kit: Path, tmp_path: Path) -> None:
-    """Their command lines name FLARE's module, or the script, and the kit."""
-    (tmp_path / "backup.sh").write_text("echo; read -r line")
-    script = kit / "startup" / processes.START
-    for search in sleeping(CLIENT, kit):
-        words = ["bash", str(tmp_path / "backup.sh"), str(script)]
-        with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as backup:
-            assert backup.stdout
-            assert backup.stdout.readline()
-            processes.check_stopped(kit)
-            processes.stop([kit])
-            assert (search.poll(), backup.poll()) == (None, None)
-            backup.kill()
+        assert backup.poll() is None
+        backup.kill()
 
 
 def test_stop_of_a_relative_path_and_a_link_spares_a_kit_whose_name_begins_alike(
@@ -274,7 +254,7 @@ def test_stop_of_a_relative_path_and_a_link_spares_a_kit_whose_name_begins_alike
     (link := kit.with_name("link")).symlink_to(kit)
     monkeypatch.chdir(kit.parent)
     for path in (kit.name, f"./{kit.name}/../{kit.name}/", link.name):
-        for longer in sleeping("-m", CLIENT, "-m", other):
+        for longer in sleeping("-m", CLIENT, "-m", other, "-m", kit.parent):
             for process in sleeping("-m", CLIENT, "-m", kit / "startup" / ".."):
                 assert run(monkeypatch, "stop", path) == 0
                 assert process.poll() is not None

@@ -101,10 +101,7 @@ def test_sites_share_the_cores(
     if said:
         monkeypatch.setenv("OMP_NUM_THREADS", said)
     instead(f"import os\nopen({str(tmp_path / 'threads')!r}, 'w').write(os.environ['OMP_NUM_THREADS'])")
-    with (
-        simulator.Simulator([f"site-{n}" for n in range(sites)]) as one,
-        pytest.raises(ConsiliumError, match="did not start"),
-    ):
+    with simulator.Simulator([f"site-{n}" for n in range(sites)]) as one, pytest.raises(ConsiliumError, match="did not start"):
         one.run_in_child(print)
     assert (tmp_path / "threads").read_text() == found
 
