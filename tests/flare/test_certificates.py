@@ -334,6 +334,30 @@ def test_renew_refuses_unknown_names_and_folders(hub: Path, tmp_path: Path) -> N
         renew(hub / "sites.yml", tmp_path)
 
 
+def test_renewal_keeps_relays_and_the_sites_behind_them(tmp_path: Path) -> None:
+    """The server's renewed kit no longer knew them, and project.yml lost what an engineer had added."""
+    sites, kits = deployment(tmp_path), tmp_path / "kits"
+    provision(sites, kits)
+    raw = yaml.safe_load((kits / "project.yml").read_text())
+    next(one for one in raw["participants"] if one["name"] == "clinic")["connect_to"] = {"name": "relay-1"}
+    host = {"default_host": "localhost", "port": 9, "scheme": "grpc", "connection_security": "mtls"}
+    raw["participants"].append({"name": "relay-1", "type": "relay", "org": "hub", "listening_host": host})
+    (kits / "project.yml").write_text(yaml.safe_dump(raw))
+    first = provision(sites, kits)
+    time.sleep(1.1)  # certificates count whole seconds
+    for names in ((), ("localhost",), ("relay-1",), ("clinic",)):
+        new = renew(sites, kits, names)
+        assert {one.name for one in new.iterdir()} == set(names or ("localhost", "clinic", "a@hub.example", "relay-1"))
+        if (new / "localhost").is_dir():
+            (settings,) = json.loads((new / "localhost/startup/fed_server.json").read_text())["servers"]
+            assert settings["auth_identity_map"] == {"relay-1.clinic": "clinic"}
+        if (new / "relay-1").is_dir():
+            assert opened(new / "relay-1").not_valid_after_utc > opened(first / "relay-1").not_valid_after_utc
+    assert yaml.safe_load((kits / "project.yml").read_text())["participants"] == raw["participants"]
+    with pytest.raises(ConfigError, match="a relay reads its certificate at its start; stop it, and leave out --running"):
+        update_kit(first / "relay-1", new, running=True)
+
+
 # Revocation
 
 

@@ -23,6 +23,7 @@ from nvflare.lighter.utils import sign_folders
 
 from consilium.config.deployment import DeploymentConfig, load_deployment
 from consilium.core.errors import ConfigError, ConsiliumError
+from consilium.core.schema import read_yaml
 from consilium.core.storage import make_private_folder, read_json, write_atomic, write_json
 from consilium.flare.kit.certificates import fingerprints
 from consilium.flare.kit.kit_hardening import add_unlock_prompt, harden_start_scripts, shadow_job_settings
@@ -88,6 +89,19 @@ def project_of(deployment: DeploymentConfig, sites: Path) -> dict[str, Any]:
     }
 
 
+def project_with_relays(deployment: DeploymentConfig, sites: Path, folder: Path) -> dict[str, Any]:
+    """Return `project_of`, with the relays that an engineer has added to `folder`/project.yml, and the sites behind them.
+
+    Without them, the server's next kit would no longer know the sites behind relays. Raises ConfigError.
+    """
+    raw, path = project_of(deployment, sites.resolve()), folder / "project.yml"
+    read = read_yaml(path) if path.is_file() else None
+    former = [one for one in (read or {}).get("participants") or () if isinstance(one, dict)]
+    behind = {one.get("name"): {"connect_to": one["connect_to"]} for one in former if "connect_to" in one}
+    relays = [one for one in former if one.get("type") == "relay"]
+    return raw | {"participants": [*(one | behind.get(one["name"], {}) for one in raw["participants"]), *relays]}
+
+
 def provision(sites: Path, folder: Path, names: Collection[str] = (), renewed: Mapping[str, Any] | None = None) -> Path:
     """Make startup kits under `folder` and return their folder. `names`: by default all participants of the sites.yml.
 
@@ -97,18 +111,18 @@ def provision(sites: Path, folder: Path, names: Collection[str] = (), renewed: M
     no project yet; ConsiliumError with FLARE's reason if FLARE makes no kits.
     """
     deployment = load_deployment(sites)
-    check_names(deployment, names, sites)
+    raw = project_with_relays(deployment, sites, folder)
+    check_names(raw, names, sites)
     state = folder / deployment.name / "state" / "cert.json"
     if names and not state.is_file():
         raise ConfigError(f"--only: {state}: not there; give the folder that `consilium provision -o` made all kits in")
-    raw = project_of(deployment, sites.resolve())
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / "project.yml", yaml.safe_dump(raw, sort_keys=False).encode())
     make_private_folder(state.parent).chmod(0o700)  # before FLARE writes the root key there, in a file that all users may read
     errors: list[str] = []
     log = SimpleNamespace(error=errors.append, **dict.fromkeys(("warning", "info", "debug"), lambda message: None))
     wanted = {deployment.server.name, *names}  # FLARE needs the server, whose address is in every kit
-    if names:
+    if names and not any(one["type"] == "relay" for one in raw["participants"]):  # else the server's kit names all sites
         raw["participants"] = [one for one in raw["participants"] if one["name"] in wanted]
     try:
         project = prepare_project(raw)
@@ -123,8 +137,9 @@ def provision(sites: Path, folder: Path, names: Collection[str] = (), renewed: M
             raise ConsiliumError(f"{sites}: no kits were made: {' '.join(errors)}")
     state.chmod(0o600)
     kits = Path(context.get_result_location())
-    if names and deployment.server.name not in names:
-        shutil.rmtree(kits / deployment.server.name)
+    for kit in kits.iterdir() if names else ():
+        if kit.name not in names:
+            shutil.rmtree(kit)
     return kits
 
 
@@ -159,11 +174,12 @@ def _restore_on_failure(state: Path) -> Iterator[None]:
     copy.unlink()
 
 
-def check_names(deployment: DeploymentConfig, names: Collection[str], sites: Path) -> None:
-    """Raise ConfigError for a name that is not in the sites.yml."""
-    known = {entry.name for entry in deployment.entries()}
+def check_names(project: Mapping[str, Any], names: Collection[str], sites: Path) -> set[str]:
+    """Return the names of a project's participants. Raises ConfigError if `names` has another one."""
+    known = {one["name"] for one in project["participants"]}
     if unknown := sorted(set(names) - known):
         raise ConfigError(f"--only: {sites}: none is named {unknown[0]!r}; give one of {', '.join(sorted(known))}")
+    return known
 
 
 def former_root(state: Path) -> dict[str, str] | None:

@@ -45,12 +45,12 @@ from consilium.flare.kit.kit_reader import (
     RUN_FILES,
     certificate_path,
     is_key_of,
-    kit_role,
     load_certificate,
+    participant_role,
     private_key_path,
 )
 from consilium.flare.kit.processes import check_stopped
-from consilium.flare.kit.provision import FORMER, ROOT, ROOT_KEY, check_names, provision, read_state
+from consilium.flare.kit.provision import FORMER, ROOT, ROOT_KEY, check_names, project_with_relays, provision, read_state
 from consilium.report.tables import only_true
 
 OLD, NEW = "startup.old", ".startup.new"
@@ -67,8 +67,7 @@ def renew(sites: Path, folder: Path, names: Collection[str] = (), root: str = KE
     that is not in the sites.yml, for a folder without the project's state, and for a root that cannot be replaced.
     """
     deployment = load_deployment(sites)
-    check_names(deployment, names, sites)
-    known = {entry.name for entry in deployment.entries()}
+    known = check_names(project_with_relays(deployment, sites, folder), names, sites)
     path = folder / deployment.name / "state" / "cert.json"
     if not path.is_file():
         raise ConfigError(f"{path}: not there, so nothing can be renewed; give the folder that `consilium provision -o` made")
@@ -118,8 +117,8 @@ def update_kit(kit: Path, new: Path, fingerprint: str = "", running: bool = Fals
     certificate_path(kit)
     if not running:
         check_stopped(kit)
-    elif kit_role(kit) != "site":
-        raise ConfigError(f"--running: {kit}: a server reads its certificate at its start; stop it, and leave out --running")
+    elif (role := participant_role(kit)) in ("server", "relay"):
+        raise ConfigError(f"--running: {kit}: a {role} reads its certificate at its start; stop it, and leave out --running")
     if problems := _renewal_problems(kit, new, parse_fingerprint(fingerprint) if fingerprint else ""):
         raise ConfigError(f"{new}: {problems[0]}")
     shutil.rmtree(ready, ignore_errors=True)
