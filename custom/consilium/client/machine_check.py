@@ -66,10 +66,8 @@ def examine_versions() -> Iterator[Finding]:
         found, pin = installed_version(name), pins.get(name)
         verdict = Verdict.REFUSE if found is None else judge(name, found, pin or found)
         remedy = f"pip install {name}=={pin or ''}"
-        if verdict is Verdict.WARN:
-            yield Finding(name, str(found), advice=f"numbers may differ in the last bits from other sites'; {remedy}")
-        else:
-            yield Finding(name, found or "not installed", remedy if verdict is Verdict.REFUSE else "")
+        advice = f"numbers may differ in the last bits from other sites'; {remedy}" if verdict is Verdict.WARN else ""
+        yield Finding(name, found or "not installed", remedy if verdict is Verdict.REFUSE else "", advice)
     if importlib.util.find_spec("torchvision") is None:
         yield Finding("torchvision", "not installed, and not needed")
         return

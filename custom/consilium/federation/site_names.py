@@ -47,10 +47,9 @@ def site_names(sites: str, data: Path | None) -> list[str]:
                 f"ask for at most {len(there)}"
             )
         names = (_numbered_names(count) if there is None else there)[:count]
-    elif sites:
-        names = [name.strip() for name in sites.split(",") if name.strip()]
     else:
-        names = _numbered_names(3) if there is None else there
+        named = [name.strip() for name in sites.split(",") if name.strip()]
+        names = named if sites else _numbered_names(3) if there is None else there
     _check_names(names, f"--data: {data}" if there is not None and set(names) <= set(there) else "--sites")
     if there is not None and (unknown := [name for name in names if name not in there]):
         raise ConfigError(f"--sites: {unknown[0]!r}: --data {data} has no such site; it has {_format_names(there)}")

@@ -186,5 +186,6 @@ class MaskedRounds:
     def _too_few_error(self, what: str, attempt: Attempt) -> ConsiliumError:
         """Return the error for a phase that too few sites completed: the reasons, the consequence `what`, and the remedy."""
         reasons = self.coordinator.reasons
-        step = remedy_text(reasons, self.coordinator.asked, attempt.terms.least)
-        return ConsiliumError(f"{refusals_text(reasons)}{what}; {step}")
+        return ConsiliumError(
+            f"{refusals_text(reasons)}{what}; {remedy_text(reasons, self.coordinator.asked, attempt.terms.least)}"
+        )

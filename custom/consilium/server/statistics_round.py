@@ -37,8 +37,8 @@ class StatisticsRound:
     @property
     def is_pending(self) -> bool:
         """Whether the job asks for statistics and they are not written yet."""
-        asks = self.config.statistics is not None and self.config.cross_site is None  # the run that it scores has asked already
-        return asks and not (self.folder / FILE).is_file()
+        # for a cross-site job, the run that it scores has asked already
+        return self.config.statistics is not None and self.config.cross_site is None and not (self.folder / FILE).is_file()
 
     def accept(self, name: str, values: Any) -> None:
         """Store a site's statistics. Raises RefusedError for a site that was not asked, and for invalid values."""

@@ -84,10 +84,9 @@ class FlareTransport:
         self._pending: dict[str, Any] = {}
         self._taking, self._greeting = threading.Lock(), threading.Lock()
         engine = fl_ctx.get_engine()
-        kit = (
-            isinstance(engine, ServerEngine) and not is_simulated_process()
-        )  # in a simulation, all sites are there at the start
-        self._arrivals = Arrivals(engine, fl_ctx.get_job_id(), self.register_again) if kit else None
+        # in a simulation, all sites are there at the start
+        comes = isinstance(engine, ServerEngine) and not is_simulated_process()
+        self._arrivals = Arrivals(engine, fl_ctx.get_job_id(), self.register_again) if comes else None
 
     @property
     def aborted(self) -> bool:

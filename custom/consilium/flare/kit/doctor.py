@@ -150,10 +150,8 @@ def _examine_state(kit: Path) -> Finding | str:
 @_reads("local/comm_config.json")
 def _examine_port(kit: Path) -> str:
     """Return whether the port of a running server or relay listens, and whether that of a stopped one could."""
-    if kit_role(kit) == "server":
-        port = int(server_address(kit).rpartition(":")[2])
-    else:
-        port = read_settings(kit / "local" / COMM)["internal"]["resources"]["port"]
+    is_server, file = kit_role(kit) == "server", kit / "local" / COMM
+    port = int(server_address(kit).rpartition(":")[2]) if is_server else read_settings(file)["internal"]["resources"]["port"]
     runs = bool(processes(kit))
     with socket.socket() as own:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -180,8 +178,7 @@ def _examine_port(kit: Path) -> str:
 def _examine_relays(kit: Path) -> Finding:
     """Return the sites behind each relay, with advice if all sites of one relay are disconnected."""
     behind: dict[str, list[str]] = {}
-    settings = read_settings(kit / "startup" / "fed_server.json")
-    for place, site in settings["servers"][0].get("auth_identity_map", {}).items():
+    for place, site in read_settings(kit / "startup" / "fed_server.json")["servers"][0].get("auth_identity_map", {}).items():
         if relay := place.rpartition(".")[0]:
             behind.setdefault(relay, []).append(site)
     seen = {}

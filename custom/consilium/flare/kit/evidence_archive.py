@@ -173,10 +173,10 @@ def verify(path: Path, fingerprint: str) -> dict[str, Any]:
             f"{path}: {changed[0]}: is not as it was signed: changed, added or taken out; the archive was changed"
         )
     if wanted not in fingerprints(root):
-        start = f"{root.not_valid_before_utc:%Y-%m-%d}"
         raise ConsiliumError(
             f"{path}: is intact and signed, "
-            f"but its root is another one than --fingerprint or --kit names ({fingerprints(root)[0]}, valid since {start}); "
+            f"but its root is another one than --fingerprint or --kit names ({fingerprints(root)[0]}, "
+            f"valid since {root.not_valid_before_utc:%Y-%m-%d}); "
             "ask the hub for its root's fingerprint again. If the root was renewed later, give --kit with a kit from before "
             "(at the hub: kits/PROJECT/prod_NN/PARTICIPANT). If no kit of the hub fits, the archive is not of its project"
         )

@@ -317,8 +317,10 @@ def last_refusal(kit: Path, state: Path) -> Facts:
         for path in records[:MAX_RECORDS]:
             with suppress(ConsiliumError):
                 found += lines(path)
-    refusals = (one for one in found if isinstance(one, dict) and one.get("kind") == "refusal")
-    known = (one for one in refusals if one.get("reason") in list(Reason))
-    # the time is no number if a file was edited
-    times = [(at, str(one["reason"])) for one in known if (at := as_finite_float(one.get("time"))) is not None]
+    times = [
+        (at, str(one["reason"]))
+        for one in found
+        if isinstance(one, dict) and one.get("kind") == "refusal" and one.get("reason") in list(Reason)
+        if (at := as_finite_float(one.get("time"))) is not None  # it is no number if a file was edited
+    ]
     return dict(zip(("refused_at", "refusal"), max(times), strict=True)) if times else {}

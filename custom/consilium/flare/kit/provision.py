@@ -121,9 +121,9 @@ def provision(sites: Path, folder: Path, names: Collection[str] = (), renewed: M
     make_private_folder(state.parent).chmod(0o700)  # before FLARE writes the root key there, in a file that all users may read
     errors: list[str] = []
     log = SimpleNamespace(error=errors.append, **dict.fromkeys(("warning", "info", "debug"), lambda message: None))
-    wanted = {deployment.server.name, *names}  # FLARE needs the server, whose address is in every kit
     if names and not any(one["type"] == "relay" for one in raw["participants"]):  # else the server's kit names all sites
-        raw["participants"] = [one for one in raw["participants"] if one["name"] in wanted]
+        # FLARE needs the server, whose address is in every kit
+        raw["participants"] = [one for one in raw["participants"] if one["name"] in {deployment.server.name, *names}]
     try:
         project = prepare_project(raw)
     except ValueError as error:
