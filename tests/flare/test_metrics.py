@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from consilium.report.run_files import LOCK, RunLog, has_process
 from tests.conftest import run, small_config
 
 ALERTS = Path(__file__).parents[2] / "provisioning/alerts.yml"
+PROMTOOL = shutil.which("promtool")
 BUDGET = {"dataset": "ward", "budgets": {"site": {"epsilon": 5}}}
 
 
@@ -395,3 +397,14 @@ def test_alerts_use_written_metrics(server: Path, site: Path, alerts: dict[str, 
     spoken = {name for rule in alerts.values() for name in re.findall(r"consilium_\w+", rule)}
     assert spoken <= written
     assert written == {f"consilium_{name}" for name in HELP}
+    labels = {name: set(re.findall(r'(\w+)="', name)) for kit in (server, site) for name in numbers(kit)}
+    for rule in yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]:  # texts name labels that the alert has
+        (metric, *_) = re.findall(r"consilium_\w+", rule["expr"])
+        named = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
+        assert any(name.partition("{")[0] == metric and named <= found for name, found in labels.items())
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="needs promtool, of Debian's package prometheus")
+def test_promtool_reads_the_rules() -> None:
+    done = subprocess.run([str(PROMTOOL), "check", "rules", ALERTS], capture_output=True, text=True, check=False)
+    assert (done.returncode, "SUCCESS" in done.stdout) == (0, True), done.stdout + done.stderr
