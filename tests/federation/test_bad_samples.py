@@ -204,21 +204,11 @@ def test_record_level_noise_is_the_same_and_the_lost_record_adds_nothing(tmp_pat
         made = build_site(job, "a", settings, tmp_path / f"run-{len(ends)}", quiet)
         params = dict(_params(made))
         dp = DpSgd(noise_multiplier=0.0, clip=1e-3, sample_rate=1.0, seed=3)
-        train(
-            made.context.model,
-            made.context.task,
-            params,
-            set(params),
-            _sgd(job.config),
-            0,
-            lambda step: None,
-            lambda p: None,
-            dp,
-        )
+        model, task, plan = made.context.model, made.context.task, _sgd(job.config)
+        train(model, task, params, set(params), plan, 0, lambda step: None, lambda p: None, dp)
         ends.append({name: parameter.detach().clone() for name, parameter in params.items()})
         assert made.context.task.skipped == len(lost)
-    start = {name: tensor for name, tensor in job.initial.items()}
-    moved = [sum(float((end[n] - start[n]).square().sum()) for n in start) ** 0.5 for end in ends]
+    moved = [sum(float((end[n] - start).square().sum()) for n, start in job.initial.items()) ** 0.5 for end in ends]
     assert moved[0] == 0.0
     assert 0 < moved[1] <= 1e-3 / 5 * (1 + 1e-4)  # one record of an expected batch of five, clipped to 1e-3, lr 1
     assert moved[2] > moved[1]

@@ -195,20 +195,20 @@ def test_without_any_score_the_run_goes_on_and_says_it_once(tmp_path: Path) -> N
     assert said.startswith("training.validate.patience: no site told a validation score")
 
 
-PRIVATE = [{"unit": "site", "epsilon": 3, "clip": 0.5}, {"unit": "record", "epsilon": 8}]
-
-
-@pytest.mark.parametrize("privacy", PRIVATE)
-def test_no_score_without_noise_ends_a_private_job(privacy: dict[str, Any]) -> None:
-    raw = small_config("fedit", validate={"patience": 2}).model_dump() | {"privacy": privacy}
-    with pytest.raises(ValueError, match=r"training\.validate\.patience: 2 .*leave it out"):
+@pytest.mark.parametrize(
+    ("privacy", "stages", "remedy"),
+    [
+        ({"unit": "site", "epsilon": 3, "clip": 0.5}, ["global"], r"training\.validate\.patience: 2 .*leave it out"),
+        ({"unit": "record", "epsilon": 8}, ["global"], r"training\.validate\.patience: 2 .*leave it out"),
+        (None, [], "patience: 2: .*add global to stages"),
+        (None, ["personalized"], "patience: 2: .*add global to stages"),
+    ],
+)
+def test_it_needs_the_global_models_score_without_noise(privacy: dict[str, Any] | None, stages: list[str], remedy: str) -> None:
+    raw = small_config("fedit", validate={}).model_dump() | {"privacy": privacy}
+    raw["training"]["validate"] |= {"patience": 2, "stages": stages}
+    with pytest.raises(ValueError, match=remedy):
         JobConfig.model_validate(raw)
-
-
-@pytest.mark.parametrize("stages", [[], ["personalized"]])
-def test_it_needs_the_global_models_score(stages: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"patience: 2: .*add global to stages"):
-        small_config("fedit", validate={"patience": 2, "stages": stages})
 
 
 def test_a_job_without_it_has_the_digest_that_it_had() -> None:

@@ -132,7 +132,7 @@ class Federation:
         site: Any = Numbers(name, self.job, self.joined)
         return Lossy(site, guard, frozenset(self.lost.get(name, ())))
 
-    def server(self, resume: bool = False) -> tuple[Coordinator, MaskedRounds | None]:
+    def server(self, resume: bool = False) -> tuple[Coordinator, Any]:
         made = Coordinator(self.job, self.folder, self.events.append, resume)
         LocalTransport(made, self.members).register(first=True)
         secure = self.job.config.secure_aggregation
@@ -142,10 +142,28 @@ class Federation:
         coordinator, rounds = self.server(resume)
         try:
             while not coordinator.is_done:
-                RunLoop(coordinator, LocalTransport(coordinator, self.members), rounds).run_phase()
+                self.phase(coordinator, rounds)
         finally:
             coordinator.close()
         return coordinator
+
+    def phase(self, coordinator: Coordinator, rounds: MaskedRounds | None) -> None:
+        RunLoop(coordinator, LocalTransport(coordinator, self.members), rounds).run_phase()
+
+    def ask(self, coordinator: Coordinator, send: Callable = lambda step, messages: messages, hear: Any = None) -> Callable:
+        """Return what asks the sites: `send` sees each step's messages and says which go out, `hear` sees each answer."""
+
+        def ask(kind: Kind, messages: dict, take: Callable, enough: Callable) -> None:
+            step = "train" if kind is Kind.TRAIN else next(iter(messages.values()))["step"] if messages else ""
+
+            def heard(name: str, answer: Any) -> None:
+                if hear:
+                    hear(step, answer)
+                take(name, answer)
+
+            LocalTransport(coordinator, self.members).ask(kind, send(step, messages), heard, enough)
+
+        return ask
 
 
 def same_state(left: Coordinator, right: Coordinator) -> bool:
@@ -243,10 +261,10 @@ def test_without_noise_who_comes_after_the_first_round_takes_no_part(tmp_path: P
     late = Federation(job_of(secure={}), tmp_path / "late", identities)
     newcomer = late.members.pop("site-1")
     coordinator, rounds = late.server()
-    RunLoop(coordinator, LocalTransport(coordinator, late.members), rounds).run_phase()
+    late.phase(coordinator, rounds)
     coordinator.welcome(newcomer.ask(Kind.HELLO, coordinator.run))
     late.members["site-1"] = newcomer
-    RunLoop(coordinator, LocalTransport(coordinator, late.members), rounds).run_phase()
+    late.phase(coordinator, rounds)
     three = Federation(job_of(), tmp_path / "three", identities)
     del three.members["site-1"]
     assert same_state(coordinator, three.run())
@@ -270,15 +288,13 @@ def test_where_all_sites_are_ahead_of_the_server_nobody_is_told_to_resume(
     federation = Federation(job_of(secure={}), home, identities)
     coordinator, rounds = federation.server()
 
-    def ask(kind: Kind, messages: dict, take: Callable, enough: Callable) -> None:
-        steps = [] if kind is Kind.TRAIN else [one["step"] for one in messages.values()]
-        if coordinator.state.round == 0 and (kind is Kind.TRAIN if prepared else "prepare" in steps):
+    def send(step: str, messages: dict) -> dict:
+        if coordinator.state.round == 0 and step == ("train" if prepared else "prepare"):
             shutil.copytree(home / "server", kept)
-        LocalTransport(coordinator, federation.members).ask(kind, messages, take, enough)
+        return messages
 
-    assert rounds is not None
     while not coordinator.is_done:
-        rounds.run_phase(ask, lambda: None)
+        rounds.run_phase(federation.ask(coordinator, send), lambda: None)
     coordinator.close()
     shutil.rmtree(home / "server")
     shutil.move(kept, home / "server")
@@ -293,7 +309,7 @@ def test_where_a_site_has_lost_its_state_and_a_sum_needs_it_a_new_run_is_to_be_b
     job, home = job_of(secure={"threshold": 4}), tmp_path / "run"
     first = Federation(job, home, identities)
     coordinator, rounds = first.server()
-    RunLoop(coordinator, LocalTransport(coordinator, first.members), rounds).run_phase()
+    first.phase(coordinator, rounds)
     coordinator.close()
     (lost,) = (path for path in (home / "sites" / NAMES[0]).rglob("masks") if "phantoms" not in path.parts)
     shutil.rmtree(lost.parent)
@@ -309,15 +325,12 @@ def test_an_attempt_that_fails_is_cancelled_and_tried_again_once(tmp_path: Path,
     coordinator, rounds = federation.server()
     refusals = iter([True])
 
-    def ask(kind: Kind, messages: dict, take: Callable, enough: Callable) -> None:
-        steps = {m.get("step") for m in messages.values() if isinstance(m, dict)}
-        if "confirm" in steps and next(refusals, False):
-            messages = {n: m for n, m in messages.items() if n != "site-1"}
-        LocalTransport(coordinator, federation.members).ask(kind, messages, take, enough)
+    def send(step: str, messages: dict) -> dict:
+        lost = step == "confirm" and next(refusals, False)
+        return {n: m for n, m in messages.items() if n != "site-1" or not lost}
 
-    assert rounds is not None
     while not coordinator.is_done:
-        rounds.run_phase(ask, lambda: None)
+        rounds.run_phase(federation.ask(coordinator, send), lambda: None)
     assert same_state(coordinator, plain())
 
 
@@ -333,18 +346,12 @@ def test_a_server_killed_amid_any_step_goes_on_to_the_same_end(
     coordinator, rounds = federation.server()
     answers: list[str] = []
 
-    def ask(kind: Kind, messages: dict, take: Callable, enough: Callable) -> None:
-        def killed(name: str, answer: Any) -> None:
-            message = messages[name]
-            is_step = (message["step"] if isinstance(message, dict) else "train") == step
-            answers.extend([step] * (is_step and coordinator.state.round == (step != "hello")))
-            if len(answers) == 2:
-                raise Killed
-            take(name, answer)
+    def hear(now: str, answer: Any) -> None:
+        answers.extend([step] * (now == step and coordinator.state.round == (step != "hello")))
+        if len(answers) == 2:
+            raise Killed
 
-        LocalTransport(coordinator, federation.members).ask(kind, messages, killed, enough)
-
-    assert rounds is not None
+    ask = federation.ask(coordinator, hear=hear)
     if step != "hello":
         rounds.run_phase(ask, lambda: None)
     with pytest.raises(Killed):
@@ -358,23 +365,21 @@ def test_a_resumed_server_takes_the_update_of_a_site_that_is_gone(tmp_path: Path
     federation = Federation(job_of(secure={}), tmp_path / "masked", identities)
     coordinator, rounds = federation.server()
 
-    def ask(kind: Kind, messages: dict, take: Callable, enough: Callable) -> None:
-        if any(isinstance(m, dict) and m["step"] == "confirm" for m in messages.values()):
+    def send(step: str, messages: dict) -> dict:
+        if step == "confirm":
             raise Killed
-        LocalTransport(coordinator, federation.members).ask(kind, messages, take, enough)
+        return messages
 
-    assert rounds is not None
     with pytest.raises(Killed):
-        rounds.run_phase(ask, lambda: None)
+        rounds.run_phase(federation.ask(coordinator, send), lambda: None)
     coordinator.close()
     again = Federation(job_of(secure={}), tmp_path / "masked", identities, joined=True)
     del again.members["site-2"]
     resumed, rounds = again.server(resume=True)
-    assert rounds is not None
-    rounds.run_phase(LocalTransport(resumed, again.members).ask, lambda: None)
+    again.phase(resumed, rounds)
     bare = Federation(job_of(), tmp_path / "plain", identities)
     first, _ = bare.server()
-    RunLoop(first, LocalTransport(first, bare.members)).run_phase()
+    bare.phase(first, None)
     assert same_state(resumed, first)
     assert "site-2" not in resumed.sites
 
@@ -384,17 +389,9 @@ def test_the_server_sees_masks_and_in_private_jobs_no_number_of_a_site(tmp_path:
     federation = Federation(job_of(secure={}, privacy=privacy), tmp_path, identities)
     coordinator, rounds = federation.server()
     assert {site.num_samples for site in coordinator.sites.values()} == {1}
-    seen: list[Payload] = []
-
-    def ask(kind: Kind, messages: dict, take: Callable, enough: Callable) -> None:
-        def look(name: str, answer: Any) -> None:
-            seen.extend([answer] * isinstance(answer, Payload))
-            take(name, answer)
-
-        LocalTransport(coordinator, federation.members).ask(kind, messages, look, enough)
-
-    assert rounds is not None
-    rounds.run_phase(ask, lambda: None)
+    seen: list[Any] = []
+    rounds.run_phase(federation.ask(coordinator, hear=lambda step, answer: seen.append(answer)), lambda: None)
+    seen = [answer for answer in seen if isinstance(answer, Payload)]
     assert len(seen) == 4
     for payload in seen:
         assert payload.tensors.keys() == {MASKED}
@@ -440,18 +437,16 @@ def test_the_record_says_that_updates_left_masked_and_keeps_refusals(tmp_path: P
 def test_a_site_whose_record_is_lost_takes_no_further_part(tmp_path: Path, identities: Path) -> None:
     federation = Federation(job_of(secure={}), tmp_path, identities)
     coordinator, rounds = federation.server()
-    RunLoop(coordinator, LocalTransport(coordinator, federation.members), rounds).run_phase()
+    federation.phase(coordinator, rounds)
     home = next((tmp_path / "sites/site-1").glob("*/masks/masks.json")).parent
     (home.parent / "state.safetensors").write_bytes(b"what a real site keeps")
     home.rename(tmp_path / "lost")
     with pytest.raises(RefusedError, match="record of masks is lost"):
         federation.members["site-1"].ask(Kind.MASKS, coordinator.run, {"step": "hello"})
     (home.parent / "state.safetensors").unlink()
-    assert federation.members["site-1"].ask(
-        Kind.MASKS, coordinator.run, {"step": "hello"}
-    )  # a new key, which is not in the roster
+    assert federation.members["site-1"].ask(Kind.MASKS, coordinator.run, {"step": "hello"})  # a new key, not in the roster
     with pytest.raises(ConsiliumError, match="3 of 4 sites have prepared, a sum needs 4"):
-        RunLoop(coordinator, LocalTransport(coordinator, federation.members), rounds).run_phase()
+        federation.phase(coordinator, rounds)
     refusals = [e["reason"] for e in federation.events if e["event"] == "refused" and e["site"] == "site-1"]
     assert "the roster's entry of 'site-1' is not this site's own" in refusals[0]
 

@@ -29,10 +29,10 @@ from tests.conftest import JOBS, run, small_cells, small_config, small_text
 MAKERS: dict[str, Callable[..., JobConfig]] = {"sam": small_config, "clip": small_cells, "causal_lm": small_text}
 
 
-def _job(kind: str, batch: int, **model: Any) -> JobConfig:
+def _job(kind: str, batch: int, precision: str = "fp32", **model: Any) -> JobConfig:
     raw = MAKERS[kind]("fedit").model_dump()
     raw["model"] |= model
-    raw["training"] |= {"precision": "fp32", "batch_size": batch}
+    raw["training"] |= {"precision": precision, "batch_size": batch}
     return JobConfig.model_validate(raw)
 
 
@@ -112,8 +112,7 @@ def test_checkpointing_is_named_only_where_the_model_can() -> None:
 def test_auto_is_bf16_on_a_gpu_alone_and_never_under_dp_sgd(
     precision: str, unit: str, gpu: bool, computes_in_bf16: bool
 ) -> None:
-    raw = _job("clip", 4).model_dump()
-    raw["training"]["precision"] = precision
+    raw = _job("clip", 4, precision).model_dump()
     raw["privacy"] = {"unit": unit, "epsilon": 8.0, "delta": 1e-5, "clip": 1.0}
     assert compute.computes_in_bf16(JobConfig.model_validate(raw), gpu) == computes_in_bf16
 
@@ -131,9 +130,7 @@ def test_the_parts_are_what_they_are_called() -> None:
 
 @pytest.mark.slow
 def test_what_is_said_to_take_less_does() -> None:
-    raw = _job("causal_lm", 4).model_dump()
-    raw["training"]["precision"] = "bf16"
-    config = JobConfig.model_validate(raw)
+    config = _job("causal_lm", 4, "bf16")
     peaks = [memory_of(assemble_job(one)).peak for one in (config, *(changed for _, changed in remedies(config)))]
     assert peaks == sorted(peaks, reverse=True)
     assert len(peaks) == 6
@@ -202,11 +199,8 @@ def test_instructions_for_bf16_are_asked_of_the_own_kind_of_processor(
 
 def test_on_a_cpu_the_process_is_counted_and_activations_are_those_of_32_bits() -> None:
     """`auto` computes in bfloat16 on a GPU alone. The measured constants are added to the bytes of a step."""
-    raw = _job("causal_lm", 4).model_dump()
     whole = memory_of(assemble_job(_job("causal_lm", 4)))
-    found = memory_of(
-        assemble_job(JobConfig.model_validate(raw | {"training": raw["training"] | {"precision": "auto"}})), gpu=False
-    )
+    found = memory_of(assemble_job(_job("causal_lm", 4, "auto")), gpu=False)
     assert (found.base, found.trained) == (whole.base, whole.trained)
     assert found.activations == pytest.approx(1.33 * whole.activations, abs=1)
     assert found.peak == found.base + found.trained + found.activations + 434 * 2**20

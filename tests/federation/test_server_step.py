@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from consilium import __version__
 from consilium.adapters.names import MEAN
 from consilium.config.job import JobConfig
 from consilium.config.run_sections import ServerConfig
@@ -74,9 +75,8 @@ def test_one_step_by_hand() -> None:
     state, mean = ServerState(0, 0, {"w": torch.zeros(1)}, {}), {"w": torch.tensor([3.0])}
     options = {"lr": 2.0, "beta1": 0.5, "beta2": 0.75, "tau": 1.0}
     for name, expected in (("adam", 3 / (math.sqrt(3) + 1)), ("yogi", 3 / (math.sqrt(3.25) + 1))):
-        assert server_optimizer_step(ServerConfig(optimizer=name, **options), state, mean)[1]["w"].item() == pytest.approx(
-            expected
-        )
+        _, steps = server_optimizer_step(ServerConfig(optimizer=name, **options), state, mean)
+        assert steps["w"].item() == pytest.approx(expected)
     momentum = ServerConfig(optimizer="momentum", lr=2.0, beta1=0.5)
     after, steps = server_optimizer_step(momentum, state, mean)
     assert steps["w"].item() == 6.0
@@ -219,7 +219,7 @@ def server_run(config: JobConfig, folder: Path, orders: list[list[int]], resume:
     """Return the server after rounds in which sites answer in these orders; an update depends on round and site only."""
     made = Coordinator(assemble_job(config), folder, lambda event: None, resume)
     for index in range(3):
-        made.welcome(Hello(f"site-{index}", 10 * (index + 1), resume, made_version()))
+        made.welcome(Hello(f"site-{index}", 10 * (index + 1), resume, __version__))
     for order in orders:
         made.start()
         for index in order:
@@ -230,12 +230,6 @@ def server_run(config: JobConfig, folder: Path, orders: list[list[int]], resume:
         made.conclude()
     made.close()
     return made
-
-
-def made_version() -> str:
-    from consilium import __version__
-
-    return __version__
 
 
 @pytest.mark.parametrize("server", [OPTIMIZERS[0], OPTIMIZERS[2] | {"mean": "trimmed", "trim": 0.3}], ids=["momentum", "yogi"])

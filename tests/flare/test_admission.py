@@ -138,11 +138,9 @@ def test_the_server_says_the_same_of_a_site_that_is_away(tmp_path: Path, monkeyp
     server._sites = {name: dict(seen) for name in ("a", "b", "c", "d", "e")}
     server._sites["b"]["certificate_ends"] = now - day
     server._sites["h"] = seen | {"certificate_starts": now + day}  # the server's clock is behind
-    revoke("a", kit)
-    revoke("e", kit)
+    for name in ("a", "e", "f", "person@hub.example"):  # the last two were never seen
+        revoke(name, kit)
     server._sites["e"]["last_seen"] = now + 10  # by a later kit
-    for never_seen in ("f", "person@hub.example"):
-        revoke(never_seen, kit)
     manager = SimpleNamespace(disabled_clients={"c", "g"})
     engine = SimpleNamespace(get_clients=list, run_processes={}, server=SimpleNamespace(client_manager=manager))
     server._engine = engine  # type: ignore[assignment]

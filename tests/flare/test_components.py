@@ -253,10 +253,8 @@ def test_published_files_have_no_state_and_no_pictures(tmp_path: Path) -> None:
     fl_ctx = FLContext()
     workspace = SimpleNamespace(get_run_dir=lambda job: tmp_path / "job")
     fl_ctx.get_engine = lambda: SimpleNamespace(get_workspace=lambda: workspace)
-    for name in ("results.json", "collaboration.png", "predictions.png", "sites/site-1/predictions.png"):
-        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "run" / name).write_text("x")
-    for name in ("server/state", "tb_events/server/events", ".run.lock", "audit.lock", ".predictions.png.7"):
+    pictures = ("results.json", "collaboration.png", "predictions.png", "sites/site-1/predictions.png")
+    for name in (*pictures, "server/state", "tb_events/server/events", ".run.lock", "audit.lock", ".predictions.png.7"):
         (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "run" / name).write_text("x")
     job_context.publish(fl_ctx, tmp_path / "run")
@@ -269,7 +267,6 @@ def test_published_files_have_no_state_and_no_pictures(tmp_path: Path) -> None:
 def test_flares_workflows_refuse_other_server_halves(name: str) -> None:
     aggregator = StrategyAggregator()
     aggregator.set_job(assemble_job(small_config(name)))
-    with pytest.raises(
-        ConfigError, match=rf"strategy\.name: '{name}': FLARE's own workflows add the mean.*use RoundController"
-    ):
+    said = rf"strategy\.name: '{name}': FLARE's own workflows add the mean.*use RoundController"
+    with pytest.raises(ConfigError, match=said):
         aggregator.aggregate_model()

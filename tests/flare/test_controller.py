@@ -28,6 +28,13 @@ from consilium.runtime.run_loop import RunLoop
 from tests.flare.answering import Federation, context, trained
 
 
+def registered(folder: Path, values: dict[str, float]) -> tuple[Federation, FLContext]:
+    """Return a federation whose sites, which answer with these values, are registered, and its context."""
+    federation, fl_ctx = Federation(folder, {name: trained(value) for name, value in values.items()}), context([*values])
+    federation.register(fl_ctx)
+    return federation, fl_ctx
+
+
 def test_hello_must_have_the_certificates_name(tmp_path: Path) -> None:
     federation = Federation(tmp_path, {n: trained(0.0) for n in ("a", "b")})
     liar = Hello("a", 4, False, __version__).to_dict()
@@ -38,9 +45,7 @@ def test_hello_must_have_the_certificates_name(tmp_path: Path) -> None:
 
 
 def test_silent_site_costs_the_grace_only(tmp_path: Path) -> None:
-    federation = Federation(tmp_path, {"a": trained(1.0), "b": trained(3.0), "c": trained(9.0)})
-    fl_ctx = context(["a", "b", "c"])
-    federation.register(fl_ctx)
+    federation, fl_ctx = registered(tmp_path, {"a": 1.0, "b": 3.0, "c": 9.0})
     federation.answers["c"] = lambda message: None
     began = time.monotonic()
     federation.play_round(fl_ctx)
@@ -52,9 +57,7 @@ def test_silent_site_costs_the_grace_only(tmp_path: Path) -> None:
 
 
 def test_dead_site_is_skipped_until_it_returns(tmp_path: Path) -> None:
-    federation = Federation(tmp_path, {n: trained(1.0) for n in ("a", "b", "c")})
-    fl_ctx = context(["a", "b", "c"])
-    federation.register(fl_ctx)
+    federation, fl_ctx = registered(tmp_path, dict.fromkeys("abc", 1.0))
     federation.dead["c"] = 1.0
     federation.sent.clear()
     federation.play_round(fl_ctx)
@@ -91,9 +94,7 @@ def scored(message: Shareable) -> Shareable:
 
 def test_status_names_no_site_that_has_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FLARE ends a task some time after its reply. Meanwhile an administrator asks for the status."""
-    federation = Federation(tmp_path, {n: trained(1.0) for n in ("a", "b", "c")})
-    fl_ctx, lines = context(["a", "b", "c"]), list[str]()
-    federation.register(fl_ctx)
+    (federation, fl_ctx), lines = registered(tmp_path, dict.fromkeys("abc", 1.0)), list[str]()
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(federation.coordinator.job.config.model_dump()))
     federation.transport = federation.transport_of(fl_ctx)
     loop = RunLoop(federation.coordinator, federation.transport)
@@ -125,15 +126,12 @@ def test_status_names_no_site_that_has_answered(tmp_path: Path, monkeypatch: pyt
     lines.clear()
     federation.answers |= {"a": lambda message: None, "b": scored, "c": scored}
     loop.finish()
-    assert {re.sub(r", at most \d+ s$", "", line) for line in lines} == {
-        "round 1/2: 2 of 3 sites have answered; waits for scores of a"
-    }
+    (line,) = {re.sub(r", at most \d+ s$", "", line) for line in lines}
+    assert line == "round 1/2: 2 of 3 sites have answered; waits for scores of a"
 
 
 def test_final_evaluation_waits_the_grace_only(tmp_path: Path) -> None:
-    federation = Federation(tmp_path, {n: trained(0.0) for n in ("a", "b", "c")})
-    fl_ctx = context(["a", "b", "c"])
-    federation.register(fl_ctx)
+    federation, fl_ctx = registered(tmp_path, dict.fromkeys("abc", 0.0))
     federation.answers |= {"a": scored, "b": scored, "c": lambda message: None}
     importlib.import_module("peft")  # which writing the adapter needs, and which takes seconds to import
     began = time.monotonic()
@@ -143,9 +141,7 @@ def test_final_evaluation_waits_the_grace_only(tmp_path: Path) -> None:
 
 
 def test_one_task_per_site(tmp_path: Path) -> None:
-    federation = Federation(tmp_path, {n: trained(0.0) for n in ("a", "b")})
-    fl_ctx = context(["a", "b"])
-    federation.register(fl_ctx)
+    federation, fl_ctx = registered(tmp_path, dict.fromkeys("ab", 0.0))
     federation.sent.clear()
     federation.play_round(fl_ctx)
     (_, first), (_, second) = federation.sent[:2]
@@ -154,9 +150,7 @@ def test_one_task_per_site(tmp_path: Path) -> None:
 
 
 def test_missed_quorum_has_a_reason(tmp_path: Path) -> None:
-    federation = Federation(tmp_path, {n: trained(0.0) for n in ("a", "b")})
-    fl_ctx = context(["a", "b"])
-    federation.register(fl_ctx)
+    federation, fl_ctx = registered(tmp_path, dict.fromkeys("ab", 0.0))
     federation.answers["b"] = lambda message: wire.refusal(Reason.DATA)
     with pytest.raises(ConsiliumError, match="1 of 2 results"):
         federation.play_round(fl_ctx)

@@ -63,6 +63,7 @@ def server(made: Path, tmp_path: Path) -> Iterator[Path]:
             {"time": t + 10 * round + 4 + round, "event": "concluded", "sites": ["a"], **place},
         ]
     lines.append({"time": t + 20, "event": "refused", "site": "b", "round": 2, "reason": "late"})
+    lines.append({"time": "damaged", "event": "refused", "site": "b", "round": 2, "reason": "late"})
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"time": 1, "ev')
     with file_lock(folder / LOCK):  # as the run's process holds it
         yield kit

@@ -50,6 +50,18 @@ def update(job: Job, value: float) -> Tensors:
     return {n: torch.full_like(job.initial[n], value) for n in job.strategy.names(job.initial, Role.SHARED, 0, 0)}
 
 
+@pytest.fixture
+def at_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FLContext:
+    """Return the context of the job job-1 at a site, whose log of the data's errors is state/errors/job-1.log."""
+    fl_ctx = FLContext()
+    fl_ctx.set_prop(ReservedKey.RUN_NUM, "../runs/job-1")  # a server's choice leads nowhere else
+    for logger in map(logging.getLogger, OF_DATA):
+        monkeypatch.setattr(logger, "handlers", [])
+        monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setattr(job_context, "state_folder", lambda fl_ctx: tmp_path / "state")
+    return fl_ctx
+
+
 # FLARE's own workflows over our aggregator
 
 
@@ -74,13 +86,10 @@ def test_malformed_model_costs_its_sender_only(params: object, count: object, jo
     assert all(torch.equal(t, torch.full_like(t, 3.0)) for t in aggregator.aggregate_model().params.values())
 
 
-def test_aggregator_without_a_run() -> None:
-    with pytest.raises(ConfigError, match="no run has begun"):
-        StrategyAggregator().aggregate_model()
-
-
 def test_flares_workflows_refuse_server_optimizers(job: Job) -> None:
     aggregator = StrategyAggregator()
+    with pytest.raises(ConfigError, match="no run has begun"):
+        aggregator.aggregate_model()
     config = job.config.model_copy(update={"server": ServerConfig(optimizer="adam")})
     aggregator.set_job(replace(job, config=config))
     with pytest.raises(ConfigError, match=r"server\.optimizer: only RoundController"):
@@ -125,24 +134,19 @@ def test_unexpected_error_leaves_as_reason(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_data_errors_go_to_the_private_log(
-    error: Exception, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
+    error: Exception, told: str, at_site: FLContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     def take(shareable: Shareable) -> object:
         logging.getLogger("consilium.data.cache").warning("left out of training: /ward/Jane Doe/2.png")
         logging.getLogger("consilium.tasks.language.task").warning("/ward/Jane Doe/3.jsonl: 2 records are longer")
         raise error
 
-    fl_ctx, executor = FLContext(), SiteExecutor()
-    fl_ctx.set_prop(ReservedKey.RUN_NUM, "../runs/job-1")  # a server's choice leads nowhere else
-    for logger in map(logging.getLogger, OF_DATA):
-        monkeypatch.setattr(logger, "handlers", [])
-        monkeypatch.setattr(logger, "propagate", True)
-    monkeypatch.setattr(job_context, "state_folder", lambda fl_ctx: tmp_path / "state")
+    executor = SiteExecutor()
     monkeypatch.setattr(job_context, "preset_exit_success", lambda fl_ctx: None)
     monkeypatch.setattr(wire, "pop", take)
-    executor.handle_event(EventType.START_RUN, fl_ctx)
-    executor.execute(wire.TRAIN, Shareable(), fl_ctx, Signal())
+    executor.handle_event(EventType.START_RUN, at_site)
+    executor.execute(wire.TRAIN, Shareable(), at_site, Signal())
     assert told in caplog.text
     kept = tmp_path / "state/errors/job-1.log"
     assert all(f"Jane Doe/{file}" in kept.read_text() for file in ("2.png", "3.jsonl"))
@@ -150,25 +154,19 @@ def test_data_errors_go_to_the_private_log(
     assert stat.S_IMODE(kept.parent.stat().st_mode) == 0o700
     shutil.rmtree(kept.parent)
     kept.parent.write_text("no folder: nothing can be kept")
-    executor.execute(wire.TRAIN, Shareable(), fl_ctx, Signal())
+    executor.execute(wire.TRAIN, Shareable(), at_site, Signal())
     assert "Doe" not in caplog.text + "".join(capfd.readouterr())
 
 
 def test_picture_errors_go_to_the_private_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    at_site: FLContext, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """TensorBoard's picture of a validation sample: the event went to FLARE's log with the error's text."""
     listed = make_site(tmp_path / "list")
     listed.write_text(listed.read_text().replace('"test"', '"validation"'))
-    for logger in map(logging.getLogger, OF_DATA):
-        monkeypatch.setattr(logger, "handlers", [])
-        monkeypatch.setattr(logger, "propagate", True)
-    fl_ctx = FLContext()
-    fl_ctx.set_prop(ReservedKey.RUN_NUM, "job-1")
-    monkeypatch.setattr(job_context, "state_folder", lambda fl_ctx: tmp_path / "state")
-    route_to_private_log(fl_ctx)
+    route_to_private_log(at_site)
     caplog.set_level(logging.INFO)
-    job, observer = assemble_job(small_config("fedit")), job_context.observer(SiteExecutor(), fl_ctx, "site-1")
+    job, observer = assemble_job(small_config("fedit")), job_context.observer(SiteExecutor(), at_site, "site-1")
     site = build_site(job, "site-1", SiteConfig(datalist=listed), tmp_path / "one", observer)
     break_pixels(tmp_path / "list" / "Muster_Erika_test_0.png")
     with pytest.raises(DataError, match="Muster_Erika_test_0"):  # which log_failure keeps apart
@@ -179,18 +177,16 @@ def test_picture_errors_go_to_the_private_log(
     assert "Muster_Erika_test_0.png" in kept
 
 
-def test_device_errors_are_public(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_device_errors_are_public(at_site: FLContext, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Another process of a site with several: an error of the system went public, with the path it names."""
-    fl_ctx, who = FLContext(), "rank 1 on cuda:1: "
-    fl_ctx.set_prop(ReservedKey.RUN_NUM, "job-1")
-    monkeypatch.setattr(job_context, "state_folder", lambda fl_ctx: tmp_path / "state")
+    who = "rank 1 on cuda:1: "
     said: list[tuple[Exception, str]] = [
         (PermissionError(13, "denied", "/ward/Jane Doe/1.png"), "PermissionError; the text is in "),
         (DataError("/ward/Jane Doe/1.png: is cut off"), "the data cannot be used; the text is in "),
         (CheckpointError("/srv/vit.pth: is damaged"), "/srv/vit.pth: is damaged"),
     ]
     for error, told in said:
-        log_failure(SiteExecutor(), fl_ctx, rank_error(who, as_failure(error)))
+        log_failure(SiteExecutor(), at_site, rank_error(who, as_failure(error)))
         assert f"site.yaml: devices: {who}{told}" in caplog.text
     kept = (tmp_path / "state/errors/job-1.log").read_text()
     assert "Doe" not in caplog.text
@@ -198,17 +194,13 @@ def test_device_errors_are_public(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "PermissionError: [Errno 13] denied: '/ward/Jane Doe/1.png'" in kept  # the traceback's last line
 
 
-def test_lost_private_text_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    fl_ctx, kept = FLContext(), tmp_path / "errors/job-1.log"
-    fl_ctx.set_prop(ReservedKey.RUN_NUM, "job-1")
-    monkeypatch.setattr(job_context, "state_folder", lambda fl_ctx: tmp_path)
+def test_lost_private_text_is_reported(at_site: FLContext, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept = tmp_path / "state/errors/job-1.log"
     kept.mkdir(parents=True)
-    log_failure(SiteExecutor(), fl_ctx, DataError("/ward/Jane/\udcff.png: is cut off"))
+    log_failure(SiteExecutor(), at_site, DataError("/ward/Jane/\udcff.png: is cut off"))
     assert "the text could not be kept" in caplog.text
     kept.rmdir()
-    log_failure(SiteExecutor(), fl_ctx, DataError("/ward/Jane/\udcff.png: is cut off"))
+    log_failure(SiteExecutor(), at_site, DataError("/ward/Jane/\udcff.png: is cut off"))
     assert r"/ward/Jane/\udcff.png" in kept.read_text()
 
 
