@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from consilium.core.errors import ConfigError, ConsiliumError, DataError
+from consilium.data.importers.base import Options
+from consilium.data.importers.table import open_table
 from tests.conftest import run
 from tests.data.importing import groups_apart, picture, run_import, splits_of
 
@@ -48,6 +50,19 @@ def test_published_splits_stay_and_without_sites_there_is_one_list(tmp_path: Pat
     assert told["sites"] == {"manifest": {"training": 1, "validation": 1, "test": 1}}
     assert "share it out with `consilium data partition`" in told["notes"][0]
     assert "names no patients" in told["notes"][1]
+
+
+def test_file_is_found_by_name_among_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = table(tmp_path, [("z/a.png", "x")], "image,label")
+    path.write_text("image,label\na.png,x\n")
+    others = [tmp_path / f"b/{number}.png" for number in range(20_000)]
+    monkeypatch.setattr("consilium.data.importers.table.find_files", lambda *how: [*others, tmp_path / "z/a.png"])
+    assert [one.image for one in open_table(path, {}).samples("s", Options())] == [tmp_path / "z/a.png"]
+    monkeypatch.setattr(
+        "consilium.data.importers.table.find_files", lambda *how: [tmp_path / "z/a.png", *others, tmp_path / "a.png"]
+    )
+    with pytest.raises(DataError, match=r"line 2: image 'a\.png': no such file"):  # two files have the name
+        open_table(path, {}).samples("s", Options())
 
 
 def test_a_file_whose_name_is_in_the_other_form_is_found(tmp_path: Path) -> None:
@@ -113,7 +128,7 @@ def test_what_is_no_table(tmp_path: Path) -> None:
     for text, message in (
         (path.read_bytes(), "line 2: image 'a.png': no such file; paths start at the table's folder"),
         ("image,label\nä,x".encode("latin-1"), "not UTF-8 in or behind line 1.*; save it as CSV in UTF-8"),
-        (b"image,label\n" + b"x" * 200_000, "line 2: field larger than field limit"),
+        (b"image,label\n" + b"x" * 1_100_000, "manifest.csv:2: a record has at most 1,048,576 characters; cut it up"),
     ):
         path.write_bytes(text)
         with pytest.raises(ConsiliumError, match=message):

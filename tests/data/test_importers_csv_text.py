@@ -36,6 +36,26 @@ def test_reports_by_site_keep_a_patient_in_one_split_and_their_lines(tmp_path: P
     assert all(line.keys() == {"text", "label", "patient"} for line in lines)
 
 
+def test_sites_are_chosen_and_renamed_by_their_names_in_the_table(tmp_path: Path) -> None:
+    source = table(tmp_path / "a.csv", *(f"t{i};{'ab'[i % 2]};{'Klinik Süd' if i % 3 else 'Nord'};;" for i in range(30)))
+    found = import_set("csv-text", source, tmp_path / "a", Options(rename={"Klinik Süd": "sued"}))
+    assert list(found["sites"]) == ["Nord", "sued"]
+    assert list(import_set("csv-text", source, tmp_path / "b", Options(only=("Klinik Süd",)))["sites"]) == ["klinik-sud"]
+
+
+def test_pooled_patients_of_two_sites_stay_two(tmp_path: Path) -> None:
+    source = table(tmp_path / "a.csv", *(f"t{i};{'ab'[i % 3 % 2]};{'AB'[i % 2]};p{i // 4};" for i in range(60)))
+    import_set("csv-text", source, tmp_path / "out", Options(sites=1))
+    assert check_texts(tmp_path / "out/csv-text").problems == {}
+    splits = read_texts(tmp_path / "out/csv-text").splits
+    assert len({text.patient for texts in splits.values() for text in texts}) == 30
+
+
+def test_text_may_be_as_long_as_a_line(tmp_path: Path) -> None:
+    source = table(tmp_path / "a.csv", *(f"{i}{'x' * 200_000},{'ab'[i % 2]}" for i in range(4)), head="text,label")
+    assert sum(import_set("csv-text", source, tmp_path / "out")["sites"]["a"].values()) == 4
+
+
 def test_published_splits_stay_and_columns_may_have_other_names(tmp_path: Path) -> None:
     rows = [f"report {i},{i % 2},{split}" for split in ("train", "valid", "test") for i in range(4)]
     source = table(

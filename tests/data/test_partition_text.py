@@ -112,6 +112,16 @@ def test_the_command_takes_a_folder_or_its_file(
     assert "--by type: is for texts" in capsys.readouterr().err
 
 
+def test_pictures_of_records_are_found_from_their_new_place(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    Image.new("L", (8, 8)).save(tmp_path / "set/a.png")
+    named = [{"question": f"{i}", "answer": "b", "image": "a.png" if i else "an unrelated text"} for i in range(4)]
+    write(tmp_path / "set", "training.jsonl", *named)
+    partition_texts(tmp_path / "set", tmp_path / "out", 1, None, 0, 1)
+    records = [json.loads(line) for line in lines(tmp_path / "out/site-1/training.jsonl")]
+    assert Counter(record["image"] for record in records) == {str(tmp_path / "set/a.png"): 3, "an unrelated text": 1}
+
+
 def test_local_splits_are_tenths_of_each_share_and_the_common_test_lies_beside(source: Path, tmp_path: Path) -> None:
     """1,500 records over 30 sites: 50 each, of which 40 to train, 5 to validate, 5 to test; every record once."""
     out = tmp_path / "out"

@@ -67,6 +67,14 @@ def test_metaimage_is_read(big: bool, packed: bool, kind: str, code: str, tmp_pa
     assert np.allclose(volumes.header(path).grid.affine, LPS)
 
 
+def test_header_of_a_hundred_segments_is_read(tmp_path: Path) -> None:
+    """3D Slicer writes some 600 bytes per segment."""
+    text = NRRD.format(kind="short", encoding="raw", endian="little", space="left-posterior-superior")
+    names = "".join(f"Segment{number}_Tags:={'x' * 600}\n" for number in range(117))
+    path = made(tmp_path / "a.seg.nrrd", text.replace("Segment0_Name:=lesion\n", names), stored(VALUES))
+    assert np.array_equal(volumes.voxels(path), VALUES)
+
+
 @pytest.mark.parametrize("big", [False, True])
 @pytest.mark.parametrize("encoding", ["raw", "gzip", "gz"])
 @pytest.mark.parametrize(("kind", "code"), [("short", "i2"), ("unsigned char", "u1"), ("float", "f4"), ("int64_t", "i8")])

@@ -128,6 +128,8 @@ def test_tiles_cover_every_pixel_and_lie_within() -> None:
         seen[y : y + height, x : x + width] += 1
         assert (width, height) == (32, 32)
     assert seen.min() == 1
+    with pytest.raises(ValueError, match="stride: 40 is over size 32, and the pixels between tiles would be left out"):
+        TilesConfig(size=32, stride=40)
 
 
 def listed(folder: Path, mask: np.ndarray, **entry: Any) -> Path:

@@ -12,7 +12,9 @@ from PIL import Image
 
 from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
+from consilium.data.check import check_datalist
 from consilium.data.partition import Entry, linked_groups, share_by_labels, split_list
+from tests.data.importing import import_set
 
 
 def pictures(folder: Path, count: int, patients: int = 0, **more: Any) -> Path:
@@ -87,6 +89,21 @@ def test_slices_of_a_volume_and_those_of_one_mask_stay_together(tmp_path: Path) 
     }
 
 
+def test_link_to_a_volume_keeps_the_ending_of_its_name(tmp_path: Path) -> None:
+    """Caches of downloads, as the Hugging Face Hub's, hold files whose names have no ending, and links to them."""
+    for name, most in (("images", 900), ("masks", 2)):
+        (tmp_path / "site" / name).mkdir(parents=True)
+        for number in range(4):
+            values = np.random.default_rng(number).integers(0, most, (8, 8, 4)).astype(np.int16)
+            nibabel.save(nibabel.Nifti1Image(values, np.eye(4)), tmp_path / "a.nii.gz")
+            blob = (tmp_path / "a.nii.gz").rename(tmp_path / f"{name}{number}")
+            (tmp_path / "site" / name / f"{number}.nii.gz").symlink_to(blob)
+    import_set("own", tmp_path / "site", tmp_path / "lists")
+    split_list(tmp_path / "lists/site/datalist.json", tmp_path / "out", 0, 0.5)
+    for path in (tmp_path / "lists/site/datalist.json", tmp_path / "out/datalist.json"):
+        assert check_datalist(path).problems == {}
+
+
 def test_keys_join_groups_through_others() -> None:
     samples = [Entry("training", {"n": n}, keys, frozenset()) for n, keys in enumerate([("a",), ("b",), ("c",), ("a", "c")])]
     assert [[s.entry["n"] for s in group] for group in linked_groups(samples)] == [[0, 2, 3], [1]]
@@ -112,6 +129,8 @@ def test_the_own_test_split_can_stay(tmp_path: Path) -> None:
     written = read(tmp_path / "out/datalist.json")
     assert [e["image"] for e in written["test"]] == [str(tmp_path / f"{i}.png") for i in range(5)]
     assert (len(written["training"]), len(written["validation"])) == (12, 3)
+    split_list(source, tmp_path / "more", validation=0.8, test=0.2, keep_test=True)  # `test` is not used
+    assert len(read(tmp_path / "more/datalist.json")["training"]) == 3
 
 
 def test_what_cannot_be_cut_is_refused(tmp_path: Path) -> None:

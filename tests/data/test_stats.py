@@ -54,7 +54,7 @@ def test_a_volume_by_hand(tmp_path: Path) -> None:
     path = tmp_path / "datalist.json"
     path.write_text(json.dumps({"training": [{"image": "v.nii.gz", "label": "s.nii.gz"}]}))
     found = site_stats(read_datalist(path), {"organ": [1]})
-    assert found["size"] == {"rows": [4, 4, 4], "columns": [6, 6, 6], "planes": [8, 8, 8]}
+    assert found["size"] == {"columns": [4, 4, 4], "rows": [6, 6, 6], "planes": [8, 8, 8]}  # as its planes below
     assert found["spacing"] == {"i": [0.5] * 3, "j": [0.75] * 3, "k": [3] * 3}
     assert (found["intensity"]["p25"], found["intensity"]["p75"]) == (0, 1000)
     assert found["classes"] == {"organ": {"samples": 1, "share": 0.5}}
@@ -79,6 +79,29 @@ def test_what_cannot_be_read_is_counted(tmp_path: Path) -> None:
     found = site_stats(read_datalist(path))
     assert found["unreadable"] == 1
     assert found["intensity"]["p50"] == 200
+
+
+def test_labels_of_site_yaml_count_for_the_jobs_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site(tmp_path / "a/site-1")
+    (tmp_path / "a/site-1/site.yaml").write_text("datalist: datalist.json\nlabels: {1: disc, 2: [disc, cup]}\n")
+    job = ("--job", "jobs/quickstart", "--set", "task.classes={disc: [7], cup: [8]}")
+    assert run(monkeypatch, "data", "stats", tmp_path / "a", *job, "--format", "json") == 0
+    classes = json.loads(capsys.readouterr().out)["site-1"]["classes"]
+    assert classes == {"cup": {"samples": 1, "share": 10 / 400}, "disc": {"samples": 2, "share": 60 / 400}}
+
+
+def test_sites_of_one_name_in_two_imports_are_both_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lists = json.loads(site(tmp_path / "pictures").read_text())
+    named = [{key: str(tmp_path / "pictures" / one[key]) for key in ("image", "label")} for one in lists["training"]]
+    for place in ("a/site-1", "b/site-1"):
+        (tmp_path / "all" / place).mkdir(parents=True)
+        (tmp_path / "all" / place / "datalist.json").write_text(json.dumps({"training": named}))
+    assert run(monkeypatch, "data", "stats", tmp_path / "all", "--format", "json") == 0
+    assert sorted(json.loads(capsys.readouterr().out)) == ["a/site-1", "b/site-1"]
 
 
 def test_sites_stand_beside_each_other(

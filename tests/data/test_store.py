@@ -50,6 +50,22 @@ def test_what_is_kept_cannot_be_changed_by_who_uses_it(tmp_path: Path) -> None:
         found["image"][0] = 1
 
 
+def test_folder_of_a_series_is_listed_once_for_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every plane of a series asks for its name each time it is read."""
+    kept = store(tmp_path)
+    series = tmp_path / "series"
+    series.mkdir()
+    for number in range(50):
+        (series / f"{number}.dcm").write_bytes(b"x")
+    monkeypatch.setattr(cache_folder, "RECENT", -1.0)  # as if no file had just changed
+    calls, stat_of = list[Path](), Path.stat
+    monkeypatch.setattr(Path, "stat", lambda self, **how: calls.append(self) or stat_of(self, **how))
+    before = kept.name(Item(series, None, 3), "settings")
+    assert len(calls) < 10
+    (series / "7.dcm").write_bytes(b"other")
+    assert kept.name(Item(series, None, 3), "settings") != before
+
+
 def halved(data: bytes) -> bytes:
     return data[: len(data) // 2]
 

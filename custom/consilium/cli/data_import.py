@@ -112,8 +112,11 @@ def data_import(
 def _import_lines(found: Mapping[Path, Mapping[str, Any]]) -> Iterator[Table | str]:
     """Yield, per folder of lists, a table with the samples of each site, notes, and the classes."""
     for dest, summary in found.items():
-        rows = [[site, *map(str, counts.values())] for site, counts in summary["sites"].items()]
-        yield Table(f"{summary['name']}: samples per site", columns("site", "training", "validation", "test"), rows)
+        yield Table(
+            f"{summary['name']}: samples per site",
+            columns("site", "training", "validation", "test"),
+            [[site, *map(str, counts.values())] for site, counts in summary["sites"].items()],
+        )
         yield from (f"note: {shown(note, 1000)}" for note in summary["notes"])
         small = [
             f"{shown(site)} {split} {count}"
@@ -173,20 +176,22 @@ def data_partition(
     shares = None if iid else beta
     with clean_up_on_failure(folder):
         if has_texts(source) or source.suffix == ".jsonl":
-            problems: dict[str, object] = {
-                "--no-test: is for pictures; with --local every site tests on its own texts": no_test,
-                "--clusters: take 2 or more, and without --by": clusters == 1 or (clusters and by),
-            }
-            raise_first(problems)
+            raise_first(
+                {
+                    "--no-test: is for pictures; with --local every site tests on its own texts": no_test,
+                    "--clusters: take 2 or more, and without --by": clusters == 1 or (clusters and by),
+                }
+            )
             kinds = partial(call, CLUSTERS, clusters, model, seed) if clusters else None
             found = partition_texts(source, folder, sites, shares, seed, minimum, by, kinds, local)
         else:
-            problems = {
-                f"--by {by}: is for texts; pictures are uneven by their class; leave it out": by,
-                f"--clusters {clusters}: is for texts; pictures are uneven by their class; leave it out": clusters,
-                "--local: is for texts; cut a site's pictures by patient with consilium data split": local,
-            }
-            raise_first(problems)
+            raise_first(
+                {
+                    f"--by {by}: is for texts; pictures are uneven by their class; leave it out": by,
+                    f"--clusters {clusters}: is for texts; pictures are uneven by their class; leave it out": clusters,
+                    "--local: is for texts; cut a site's pictures by patient with consilium data split": local,
+                }
+            )
             found = partition(source, folder, sites, shares, seed, minimum, not no_test)
     lines = []
     for site, counts in found["training"].items():
@@ -223,11 +228,12 @@ def data_phantoms(
 ) -> None:
     """Generate data of sites that differ in appearance and annotation, for `consilium simulate --data FOLDER`."""
     check_finite(appearance=appearance, annotation=annotation)
-    problems = {
-        f"--kind: {kind!r} is not one of {', '.join(KINDS)}": kind not in KINDS,
-        "--files: only volumes are written in several ways; add --kind organ": files and kind != "organ",
-    }
-    raise_first(problems)
+    raise_first(
+        {
+            f"--kind: {kind!r} is not one of {', '.join(KINDS)}": kind not in KINDS,
+            "--files: only volumes are written in several ways; add --kind organ": files and kind != "organ",
+        }
+    )
     names = [f"site-{i}" for i in range(1, sites + 1)]
     for name in names:
         refuse_overwriting_real_data(folder / name)

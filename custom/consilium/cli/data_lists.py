@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -118,7 +119,10 @@ def find_data_sets(path: Path, wanted: str | None = None, for_job: bool = False)
         # some imports make the sites' folders one level below
         below = below or [site for one in inside for site in subfolders(one) if _has_site_files(site)]
     if below:
-        return {name: found for one in below for name, found in _site_data_sets(one.name, one, wanted, for_job).items()}
+        names = {one: one.name for one in below}
+        if len(set(names.values())) < len(below):  # two imports may have a site of one name
+            names = {one: str(one.relative_to(path)) for one in below}
+        return {name: found for one in below for name, found in _site_data_sets(names[one], one, wanted, for_job).items()}
     return _site_data_sets(path.resolve().name, path, wanted, for_job)
 
 
@@ -150,25 +154,22 @@ def _check_data_set(one: SiteList, config: Any, checkpoints: Path | None) -> Fin
         found = Findings.of(path, kind.read(path))
         found.warnings["only the list was read: the job's task has no check of its samples"] = [path.name]
         return found
+    prepare = partial(_prepare_list, own=own, config=config)
     if config is None:
-        if texts:
-            return kind.check(path)
-        return kind.check(path, prepare_list=lambda data: with_affine(with_challenge_splits(data), own.nifti_affine))
+        return kind.check(path) if texts else kind.check(path, prepare_list=prepare)
     whose = site if site.checkpoints else SiteConfig(checkpoints=checkpoints)
     if whose.checkpoints:
         call(f"{JOB}:checkpoint_of", config.model, whose)  # raises CheckpointError for an adapter or GGUF
     tokenizer = call(f"{JOB}:tokenizer_of", config, whose)
-    classes = getattr(config.task, "classes", None)
+    takes_list = isinstance(config.task, PictureSettings) or own.labels or own.annotated
+    more: dict[str, Any] = {"prepare_list": prepare} if takes_list else {}
+    return kind.check(path, config.task, tokenizer, getattr(config.model, "max_length", 0) or config.model.image_side, **more)
 
-    def prepare_for_job(data: DataList) -> DataList:
-        data = with_affine(with_challenge_splits(data, as_listed=config.dpsgd is not None), own.nifti_affine)
-        return with_job_labels(data, own.labels, own.annotated, classes)
 
-    more: dict[str, Any] = (
-        {"prepare_list": prepare_for_job} if isinstance(config.task, PictureSettings) or own.labels or own.annotated else {}
-    )
-    room = getattr(config.model, "max_length", 0) or config.model.image_side
-    return kind.check(path, config.task, tokenizer, room, **more)
+def _prepare_list(data: DataList, own: DatasetConfig, config: Any) -> DataList:
+    """Return a data set's list as the job uses it, with the site's labels and transform. `config`: the job's, or None."""
+    data = with_affine(with_challenge_splits(data, config is not None and config.dpsgd is not None), own.nifti_affine)
+    return data if config is None else with_job_labels(data, own.labels, own.annotated, getattr(config.task, "classes", None))
 
 
 def _check_lines(
@@ -251,12 +252,17 @@ def data_split(
 
     def lines() -> Iterator[Table | str]:
         for name, summary in found.items():
-            rows, place = [], dest / names.get(name, "")
-            for split, counts in summary["splits"].items():
-                labels = ", ".join(f"{label}: {n}" for label, n in counts["labels"].items())
-                rows.append([split, labels, str(counts["samples"]), str(counts["groups"])])
-            headings = ("split", "samples by label", "samples", "groups")
-            heads = [Column(one, right=one in ("samples", "groups")) for one in headings]
+            place = dest / names.get(name, "")
+            rows = [
+                [
+                    split,
+                    ", ".join(f"{label}: {n}" for label, n in one["labels"].items()),
+                    str(one["samples"]),
+                    str(one["groups"]),
+                ]
+                for split, one in summary["splits"].items()
+            ]
+            heads = [Column("split"), Column("samples by label"), Column("samples", right=True), Column("groups", right=True)]
             yield Table(f"{summary['groups']} groups", heads, rows)
             yield from (f"note: {note}" for note in summary["notes"])
             if folds:
@@ -287,13 +293,13 @@ def data_stats(
 ) -> None:
     """Compare the pictures of sites: counts, sizes, spacing, intensities, classes."""
     config = load_for_data(job, override or [], kit)
-    task, as_listed = (config.task, config.dpsgd is not None) if config else (None, False)
+    task = config.task if config else None
     if task is not None and not isinstance(task, PictureSettings):
         raise ConfigError(f"--job: {job}: its task has no pictures; data check counts texts")
     classes = getattr(task, "classes", None)
     masks = None if classes is None else not isinstance(classes, dict)
     lists = {
-        name: with_affine(with_challenge_splits(read_datalist(one.own.datalist, masks), as_listed), one.own.nifti_affine)
+        name: _prepare_list(read_datalist(one.own.datalist, masks), one.own, config)
         for name, one in find_data_sets(source).items()
     }
     settings = task if isinstance(task, PictureSettings) else DEFAULTS
@@ -319,5 +325,8 @@ def data_cache(
     entries, size = cache_folder.cache_count_and_bytes(found)
     if clear:
         cache_folder.clear_cache(found)
-    text = f"{found}: entries: {entries:,}, bytes: {size:,}{', removed' if clear else ''}"
-    emit({"folder": str(found), "entries": entries, "bytes": size, "cleared": clear}, text, format)
+    emit(
+        {"folder": str(found), "entries": entries, "bytes": size, "cleared": clear},
+        f"{found}: entries: {entries:,}, bytes: {size:,}{', removed' if clear else ''}",
+        format,
+    )

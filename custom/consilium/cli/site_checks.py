@@ -40,8 +40,9 @@ def doctor(
             with connect(kit):
                 findings.append(Finding("admission", "the server lets this person in"))
         except ConsiliumError as error:
-            remedy = "ask the hub for a renewed kit if it was revoked"
-            findings.append(Finding("admission", str(error).removeprefix(f"{kit}: "), remedy))
+            findings.append(
+                Finding("admission", str(error).removeprefix(f"{kit}: "), "ask the hub for a renewed kit if it was revoked")
+            )
     emit([f.to_dict() for f in findings], (Text(f.line(), "" if f.ok else "red") for f in findings), format)
     raise typer.Exit(0 if all(f.ok for f in findings) else 1)
 

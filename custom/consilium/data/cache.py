@@ -98,8 +98,7 @@ class SampleCache:
     @property
     def all_lost(self) -> bool:
         """Whether there are training samples, but none can be read."""
-        lost = sum(split == "training" for split, _ in self._lost)
-        return 0 < lost == len(self._data.splits["training"])
+        return 0 < sum(split == "training" for split, _ in self._lost) == len(self._data.splits["training"])
 
     def __call__(self, split: str, index: int) -> Sample:
         """Return a decoded sample as float32. Raises DataError."""
@@ -117,8 +116,7 @@ class SampleCache:
         `order`: the indices to yield; without it, all in the list's order.
         """
         wanted = range(len(self._data.splits[split])) if order is None else order
-        starts = range(0, len(wanted), size)
-        calls = (partial(self.map, split, wanted[start : start + size], to_float) for start in starts)
+        calls = (partial(self.map, split, wanted[start : start + size], to_float) for start in range(0, len(wanted), size))
         yield from prefetch(calls, AHEAD if self._data.loading.workers else 0)
 
     def _try_transform(self, split: str, index: int, transform: Transform[T]) -> tuple[int, T] | None:

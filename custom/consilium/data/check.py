@@ -47,8 +47,7 @@ def check_datalist(
     warnings. Raises DataError if the list itself cannot be read.
     """
     bad: list[Lost] = []
-    named = None if classes is None else not isinstance(classes, dict)
-    data = read_datalist(path, named, bad)
+    data = read_datalist(path, None if classes is None else not isinstance(classes, dict), bad)
     data = prepare_list(data) if prepare_list else with_challenge_splits(data)
     report = Findings.of(path, data, bad)
     for kind, line in data.notes:

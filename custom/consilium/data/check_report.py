@@ -111,8 +111,7 @@ class Findings:
             said.append(f"with bad_samples: skip in site.yaml it would leave out {parts} samples{end}")
         if worthless := [kind for kind in self.problems if kind in WORTHLESS]:
             said.append(f"these do not stop training, but make its scores worthless: {', '.join(worthless)}")
-        kinds = len(self.warnings)
-        warned = f", {kinds} kind{'s' * (kinds > 1)} of warnings" if kinds else ""
+        warned = f", {count_with_noun(len(self.warnings), 'kind')} of warnings" if self.warnings else ""
         return said or [f"no problems{warned}"]
 
     def to_dict(self, named: int | None = NAMED) -> dict[str, Any]:

@@ -242,11 +242,9 @@ def _identity_marks(item: Item, content: str = "") -> tuple[tuple[str, str], ...
 
     `content`: a digest of the sample; without it, its file, plane and tile identify it.
     """
-    place = content or f"{item.image}:{item.axis}:{item.slice}:{item.tile}"
-    whole = str(item.image) if volumes.is_volume(item.image) or item.tile else ""
     found = (
-        ("duplicate between {}", place),
-        ("volume in two {}", whole),
+        ("duplicate between {}", content or f"{item.image}:{item.axis}:{item.slice}:{item.tile}"),
+        ("volume in two {}", str(item.image) if volumes.is_volume(item.image) or item.tile else ""),
         ("study in two {}", item.study),
         (PATIENT, item.patient),
     )

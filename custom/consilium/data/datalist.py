@@ -208,8 +208,8 @@ def with_challenge_splits(data: DataList, as_listed: bool = False) -> DataList:
     training, test = ([item for item in splits[split] if isinstance(item, Item)] for split in ("training", "test"))
     folds = sorted({item.fold for item in training if item.fold is not None})
     if as_listed:
-        why = "`fold` is not used under record or patient level, where all training samples train"
-        return replace(data, notes=(*data.notes, *([("folds", why)] if folds else [])))
+        note = ("folds", "`fold` is not used under record or patient level, where all training samples train")
+        return replace(data, notes=(*data.notes, note)) if folds else data
     if len(folds) > 1 and not splits["validation"]:
         splits["validation"] = tuple(item for item in training if item.fold == folds[0])
         splits["training"] = tuple(item for item in training if item.fold != folds[0])
@@ -231,8 +231,9 @@ def with_challenge_splits(data: DataList, as_listed: bool = False) -> DataList:
 
 def read_json(path: Path) -> Any:
     """Return the parsed JSON of a data list's file. Raises DataError."""
-    text = read_text(path, "give the path of a data list", MOST_BYTES)
-    return parse_json(str(path), text, "write a list of entries per split")
+    return parse_json(
+        str(path), read_text(path, "give the path of a data list", MOST_BYTES), "write a list of entries per split"
+    )
 
 
 def read_datalist_json(path: Path) -> dict[str, Any]:
@@ -250,11 +251,13 @@ def with_affine(data: DataList, affine: NiftiAffine | None) -> DataList:
     """
     if affine is None:
         return data
-    splits = {
-        split: tuple(replace(one, affine=affine) if isinstance(one, Item) else one for one in items)
-        for split, items in data.splits.items()
-    }
-    return replace(data, splits=splits)
+    return replace(
+        data,
+        splits={
+            split: tuple(replace(one, affine=affine) if isinstance(one, Item) else one for one in items)
+            for split, items in data.splits.items()
+        },
+    )
 
 
 def with_job_labels(
@@ -294,8 +297,9 @@ def with_job_labels(
                         f"{item.label}: no label in site.yaml stands for class {lost[0]!r} of the job; "
                         "map one to it, or leave it out of `annotated`"
                     )
-                left = tuple(name for name in shown if name in mapped) if lost else own.annotated
-                yield replace(own, annotated=left, label_map=pairs)
+                yield replace(
+                    own, annotated=tuple(name for name in shown if name in mapped) if lost else own.annotated, label_map=pairs
+                )
             elif (names := by_name.get(str(item.label))) is None:
                 raise DataError(
                     f"{item.image}: class {item.label!r} is not under `labels` of site.yaml; "
@@ -336,10 +340,14 @@ def pool(lists: Iterable[DataList]) -> DataList:
     An identifier that occurs at two sites stands for two patients.
     """
     lists = list(lists)
-    splits: dict[str, tuple[Any, ...]] = {}
-    for split in SPLITS:
-        own = [(site, item) for site, one in enumerate(lists) for item in one.splits[split]]
-        splits[split] = tuple(replace(i, patient=f"{site}:{i.patient}") if getattr(i, "patient", "") else i for site, i in own)
+    splits: dict[str, tuple[Any, ...]] = {
+        split: tuple(
+            replace(item, patient=f"{site}:{item.patient}") if getattr(item, "patient", "") else item
+            for site, one in enumerate(lists)
+            for item in one.splits[split]
+        )
+        for split in SPLITS
+    }
     return DataList(lists[0].path, splits, lists[0].loading, sum(one.skipped for one in lists))
 
 

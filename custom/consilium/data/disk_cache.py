@@ -74,16 +74,21 @@ class DiskCache:
         return salted_hash(self.salt, what, settings, VERSION, PIL.__version__, *place, self._file_hash(item.image), label)
 
     def _file_hash(self, path: Path) -> str:
-        """Return a salted hash of a file's path and state; of its content if it changed just now; of all files in a folder."""
-        if path.is_dir():
-            return salted_hash(self.salt, "folder", *(self._file_hash(one) for one in sorted(path.rglob("*")) if one.is_file()))
-        check_file(path, most=MOST_SLIDE)
+        """Return a salted hash of a path and the state of its file or files; of their content if one changed just now.
+
+        A folder is listed once, because every plane of a series asks for the state of all its files.
+        """
+        if not (is_folder := path.is_dir()):
+            check_file(path, most=MOST_SLIDE)
+        state = stamp(path)
+        if state and time.time_ns() - max(max(times) for _, _, *times in state) > RECENT * 1e9:  # ctime cannot be set back
+            return salted_hash(self.salt, "file", path.absolute(), *state)
+        found = hashlib.blake2b()
         with wrap_read_errors(path):
-            found = path.stat()
-            if time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) > RECENT * 1e9:  # ctime cannot be set back
-                return salted_hash(self.salt, "file", path.absolute(), *stamp(path))
-            with path.open("rb") as file:
-                return salted_hash(self.salt, "content", hashlib.file_digest(file, hashlib.blake2b).hexdigest())
+            for one in sorted(one for one in path.iterdir() if one.is_file()) if is_folder else [path]:
+                with one.open("rb") as file:
+                    found.update(hashlib.file_digest(file, hashlib.blake2b).digest())
+        return salted_hash(self.salt, "content", found.hexdigest())
 
     def get(self, name: str) -> CachedSample | None:
         """Return a sample as read-only memory-mapped arrays; None if it is missing or damaged."""

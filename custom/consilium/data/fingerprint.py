@@ -22,7 +22,13 @@ def fingerprint(path: Path) -> str:
     folder = path if path.is_dir() else path.parent
     try:
         if not path.is_dir() and path.suffix != ".jsonl":
-            found = _datalist_content(path)
+            found = read_datalist_json(path)
+            for entries in (found.setdefault(split, []) for split in SPLITS):
+                for number, entry in enumerate(entries):  # names and sizes replace paths; a label that is not a file stays
+                    entry = {"image": entry} if isinstance(entry, str) else entry
+                    named = {key: entry[key] for key in ("image", "label") if isinstance(entry.get(key), str)}
+                    places = {key: path_in_any_unicode_form(folder, name) for key, name in named.items()}
+                    entries[number] = entry | {key: _name_and_size(one) for key, one in places.items() if one.exists()}
         elif has_texts(folder):
             files = split_files(folder)
             found = [read_text(files[split], "") if split in files else None for split in SPLITS]
@@ -31,18 +37,6 @@ def fingerprint(path: Path) -> str:
     except (ConsiliumError, OSError, ValueError, AttributeError, TypeError, RecursionError):
         return ""
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _datalist_content(path: Path) -> dict[str, Any]:
-    raw = read_datalist_json(path)
-    for split in SPLITS:
-        entries = raw.setdefault(split, [])
-        for number, entry in enumerate(entries):  # names and sizes replace paths; a label that is not a file stays
-            entry = {"image": entry} if isinstance(entry, str) else entry
-            named = {key: entry[key] for key in ("image", "label") if isinstance(entry.get(key), str)}
-            places = {key: path_in_any_unicode_form(path.parent, name) for key, name in named.items()}
-            entries[number] = entry | {key: _name_and_size(place) for key, place in places.items() if place.exists()}
-    return raw
 
 
 def _name_and_size(path: Path) -> list[Any]:

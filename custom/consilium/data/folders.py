@@ -60,9 +60,11 @@ def may_have_classes(folder: Path) -> bool:
     """
     found = [one for _, one in _class_folders(folder) if _pictures(one)] if folder.is_dir() else []
     kinds = [role_of_name(one.name) for one in found]
-    is_one_role = set(kinds) == {"image"} or kinds == ["mask"]
     return (
-        bool(found) and not is_one_role and not are_patients(one.name for one in found) and not unreadable_role_reason(folder)
+        bool(found)
+        and not (set(kinds) == {"image"} or kinds == ["mask"])
+        and not are_patients(one.name for one in found)
+        and not unreadable_role_reason(folder)
     )
 
 
@@ -87,8 +89,9 @@ def unreadable_role_reason(folder: Path) -> str:
 
 def has_masks(folder: Path) -> bool:
     """Tell whether a folder holds pictures beside their masks."""
-    pictures = (picture for one in walk_folders(folder) for picture in _pictures(one))
-    return has_pairs(folder, sorted(islice(pictures, 10 * MOST_FILES)))
+    return has_pairs(
+        folder, sorted(islice((picture for one in walk_folders(folder) for picture in _pictures(one)), 10 * MOST_FILES))
+    )
 
 
 def import_command(folder: Path) -> str:

@@ -18,7 +18,7 @@ from consilium.core.seeding import seed_for
 from consilium.data import pictures, slides, volumes
 from consilium.data.class_checks import OF_NO_CLASS, UNDECLARED, Classes, undeclared_label_values, undeclared_remedy
 from consilium.data.datalist import Item
-from consilium.data.pixel_values import UNSMOOTHED, Labels, Spread, windowed
+from consilium.data.pixel_values import UNSMOOTHED, Labels, Spread, percentiles, windowed
 from consilium.data.settings import DEFAULTS, PictureSettings
 
 Sample = dict[str, Tensor]
@@ -53,8 +53,9 @@ def read_masks(item: Item, classes: Classes, settings: PictureSettings = DEFAULT
 
 def read_picture(item: Item, size: int, settings: PictureSettings = DEFAULTS, padding: Colour = BLACK) -> Tensor:
     """Return a sample's image alone, (3, size, size) uint8. Raises DataError."""
-    resized = resize(crop(item, read_image(item, settings)), size, settings, padding)
-    return torch.from_numpy(np.ascontiguousarray(resized.transpose(2, 0, 1)))
+    return torch.from_numpy(
+        np.ascontiguousarray(resize(crop(item, read_image(item, settings)), size, settings, padding).transpose(2, 0, 1))
+    )
 
 
 def crop(item: Item, array: np.ndarray) -> np.ndarray:
@@ -90,7 +91,7 @@ def read_values(item: Item, settings: PictureSettings = DEFAULTS) -> tuple[np.nd
 
     def spread() -> tuple[float, float]:
         if whole_file is None:
-            return volumes.percentiles(values)
+            return percentiles(values)
         if item.alone:
             parts, whole = ("planes", "volume") if item.tile is None else ("tiles", "picture")
             raise UnfitError(
@@ -203,8 +204,7 @@ def unpadded_size(shape: Sequence[int], size: int, settings: PictureSettings = D
 def resize(image: np.ndarray, size: int, settings: PictureSettings = DEFAULTS, padding: Colour = BLACK) -> np.ndarray:
     """Return an image (H, W, 3) uint8 as (size, size, 3): bilinear, anti-aliased when shrunk, padded with a colour."""
     rows, columns = unpadded_size(image.shape, size, settings)
-    found = np.asarray(Image.fromarray(image).resize((columns, rows), Image.Resampling.BILINEAR))
-    return _pad(found, size, padding)
+    return _pad(np.asarray(Image.fromarray(image).resize((columns, rows), Image.Resampling.BILINEAR)), size, padding)
 
 
 def resize_labels(values: np.ndarray, size: int, settings: PictureSettings = DEFAULTS) -> np.ndarray:
@@ -299,8 +299,12 @@ def augment(sample: Mapping[str, np.ndarray], seed: int, index: int) -> Sample:
         image = values.numpy().take(np.ascontiguousarray(image))
         image += 0.0 if deviation is None else state.normal(0.0, deviation, image.shape).astype(np.float32)
         np.clip(image, 0, 255, out=image)
-    rest = {key: array.astype(np.float32, order="C") for key, array in placed.items()}
-    return {key: torch.from_numpy(array) for key, array in ({"image": image} | rest).items()}
+    return {
+        key: torch.from_numpy(array)
+        for key, array in (
+            {"image": image} | {key: array.astype(np.float32, order="C") for key, array in placed.items()}
+        ).items()
+    }
 
 
 def _reseed(state: RandomState, seed: int) -> RandomState:

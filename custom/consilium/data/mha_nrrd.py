@@ -4,6 +4,7 @@ Own code, because ITK's readers open any file that a header names, and decode it
 voxels are in another file is refused, because the sample cache notices changes only of the file that a data list names.
 """
 
+import io
 import re
 import zlib
 from dataclasses import dataclass
@@ -25,8 +26,8 @@ from consilium.data.safe_open import (
 )
 from consilium.data.volumes import VolumeHeader
 
-MOST_HEADER = 2**16
-"""Bytes of a header."""
+MOST_HEADER = 2**20
+"""Bytes of a header. 3D Slicer's segmentations have some 600 bytes per segment."""
 _META_TYPES = {
     "CHAR": "i1", "UCHAR": "u1", "SHORT": "i2", "USHORT": "u2", "INT": "i4", "UINT": "u4", "LONG_LONG": "i8",
     "ULONG_LONG": "u8", "FLOAT": "f4", "DOUBLE": "f8",
@@ -109,26 +110,25 @@ def _affine(steps: np.ndarray, origin: np.ndarray, signs: Any = (-1, -1, 1)) -> 
 
 def _read_metaimage(path: Path, head: bytes) -> _Layout:
     """Return the layout from a MetaImage's header. Its matrix has one row per axis, in DICOM's directions."""
-    fields: dict[str, str] = {}
-    start = 0
+    fields, lines = dict[str, str](), io.BytesIO(head)
     while "ElementDataFile" not in fields:
-        line, end, _ = head[start:].partition(b"\n")
-        name, equal, value = line.decode("latin-1").partition("=")
-        if not (equal and end):
+        name, equal, value = (line := lines.readline()).decode("latin-1").partition("=")
+        if not (equal and line.endswith(b"\n")):
             raise DataError(f"{path}: {_UNREADABLE} (no line of its header names the voxels); {TAKE_OFF}")
         fields[name.strip()] = value.strip()
-        start += len(line) + 1
 
     def is_true(*names: str) -> bool:
         return any(fields.get(name, "").lower() in ("true", "1") for name in names)
 
     kind = _META_TYPES.get(fields["ElementType"].removeprefix("MET_"), "")
-    is_text = not is_true("BinaryData") and "BinaryData" in fields
     raise_first_fault(
         path,
         (fields["ElementDataFile"] != "LOCAL", f"has its voxels in another file, {_CONVERT}"),
         (int(fields.get("ElementNumberOfChannels", 1)) != 1, f"holds several values a voxel, {_CONVERT}"),
-        (not kind or is_text, f"holds numbers as text, or of an unknown type, {_CONVERT}"),
+        (
+            not kind or (not is_true("BinaryData") and "BinaryData" in fields),
+            f"holds numbers as text, or of an unknown type, {_CONVERT}",
+        ),
     )
     sizes = [int(n) for n in fields["DimSize"].split()]
     shape, count = volume_shape(path, sizes), len(sizes)
@@ -141,17 +141,22 @@ def _read_metaimage(path: Path, head: bytes) -> _Layout:
     turn = numbers(("TransformMatrix", "Rotation", "Orientation"), np.eye(count))
     spacing = numbers(("ElementSpacing", "ElementSize"), np.ones(count))
     check_spacing(path, "ElementSpacing", spacing.tolist(), _SPACED)
-    origin = numbers(("Offset", "Position", "Origin"), np.zeros(count))
     return _Layout(
-        np.dtype(order + kind), Grid(shape, _affine(turn * spacing[:, None], origin)), start, is_true("CompressedData")
+        np.dtype(order + kind),
+        Grid(shape, _affine(turn * spacing[:, None], numbers(("Offset", "Position", "Origin"), np.zeros(count)))),
+        lines.tell(),
+        is_true("CompressedData"),
     )
 
 
 def _read_nrrd(path: Path, head: bytes) -> _Layout:
     """Return the layout from the header of a NRRD (teem.sourceforge.net/nrrd/format.html)."""
     end = re.search(rb"\r?\n\r?\n", head)
-    lines = head[: end.start() if end else None].decode("latin-1").splitlines()[1:]
-    pairs = (line.partition(":") for line in lines if not line.startswith("#"))
+    pairs = (
+        line.partition(":")
+        for line in head[: end.start() if end else None].decode("latin-1").splitlines()[1:]
+        if not line.startswith("#")
+    )
     fields = {name.strip().lower(): value.strip() for name, _, value in pairs if not value.startswith("=")}
     raise_first_fault(path, (bool({"data file", "datafile"} & fields.keys()), f"has its voxels in another file, {_CONVERT}"))
     if end is None:
@@ -159,12 +164,18 @@ def _read_nrrd(path: Path, head: bytes) -> _Layout:
     kind = next((kind for kind, names in _NRRD_TYPES.items() if fields["type"].lower() in names), "")
     encoding = fields["encoding"].lower()
     skips = {fields.get(name, "0") for name in ("line skip", "lineskip", "byte skip", "byteskip")}
-    unknown = not kind or encoding not in ("raw", "gzip", "gz") or skips != {"0"}
-    raise_first_fault(path, (unknown, f"holds {fields['type']} in encoding {encoding}, {_CONVERT}"))
+    raise_first_fault(
+        path,
+        (
+            not kind or encoding not in ("raw", "gzip", "gz") or skips != {"0"},
+            f"holds {fields['type']} in encoding {encoding}, {_CONVERT}",
+        ),
+    )
     sizes = [int(n) for n in fields["sizes"].split()]
     shape, order = volume_shape(path, sizes), ">" if fields.get("endian", "little").lower() == "big" else "<"
-    axes = zip(sizes, fields.get("kinds", "").lower().split(), strict=False)
-    several = any(size > 1 and kind not in _SPATIAL for size, kind in axes)
+    several = any(
+        size > 1 and kind not in _SPATIAL for size, kind in zip(sizes, fields.get("kinds", "").lower().split(), strict=False)
+    )
     several = several or "none" in fields.get("space directions", "").lower().split()[:3]
     raise_first_fault(path, (several, f"holds several values a voxel, {_CONVERT}"))
     affine = None

@@ -246,8 +246,7 @@ def _is_label_picture(path: Path) -> bool:
             if picture.mode == "F":
                 return False
             if picture.mode in MODES:
-                own = picture.convert("I") if picture.mode.startswith("I") else picture
-                return own.getcolors(MOST_VALUES) is not None
+                return (picture.convert("I") if picture.mode.startswith("I") else picture).getcolors(MOST_VALUES) is not None
             colours = picture.convert("RGB").getcolors(MOST_VALUES) or []
             return len(colours) > 1 and all(isinstance(one, tuple) and len(set(one)) == 1 for _, one in colours)
     except DataError:
@@ -282,8 +281,7 @@ def _best_pattern(images: Sequence[Names], masks: Sequence[Names], known: Mappin
         return {one: (len(_pair_by_pattern(one, among, known)), -len(one.image + one.mask)) for one in tried}
 
     tried = list(dict.fromkeys(_patterns(drawn, [mask.short for mask in masks])))
-    first = rank(drawn)
-    tried = sorted(tried, key=first.__getitem__, reverse=True)[:_BEST]
+    tried = sorted(tried, key=rank(drawn).__getitem__, reverse=True)[:_BEST]
     last = rank(images)
     best = max(tried, key=last.__getitem__)
     own = {mask for _, mask in _pair_by_pattern(best, images, known)}

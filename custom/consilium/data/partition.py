@@ -16,9 +16,9 @@ patient-level privacy, a patient at two hospitals would count as two.
 
 Texts are partitioned by the same rule. The value of one key of a record stands for its class; without a key, all records have
 one class, so that sites differ in size alone. Instead of a key, a function `kinds` (clusters of the texts) may give the class
-of each text. Records are copied unchanged. The test split is one file that all sites link to. With `local`, a site's training
-and validation records are pooled and cut 0.8 / 0.1 / 0.1 at the site (FedHera, Appendix C.3), and the source's own test split
-becomes common_test.jsonl beside the sites.
+of each text. Records are copied unchanged, except that the path of a record's picture becomes absolute. The test split is one
+file that all sites link to. With `local`, a site's training and validation records are pooled and cut 0.8 / 0.1 / 0.1 at the
+site (FedHera, Appendix C.3), and the source's own test split becomes common_test.jsonl beside the sites.
 
 The same data, numbers and seed give the same splits and the same partition.
 """
@@ -54,6 +54,7 @@ from consilium.data.datalist import (
 )
 from consilium.data.images import whole_labels
 from consilium.data.patients import first_linked, item_pseudonym, pseudonym, samples_by_patient
+from consilium.data.safe_open import absolute_path, is_there, raise_first_fault
 from consilium.data.settings import PictureSettings
 from consilium.data.text import read_texts, record_lines, split_files
 
@@ -139,10 +140,9 @@ def _assign_to_sites(
 
 def write_summary(source: Path, folder: Path, asked: dict[str, Any], classes: list[str], found: Sites[S]) -> dict[str, Any]:
     """Write partition.json and partition.png. Return the content of partition.json: `asked`, and counts by split and site."""
-    summary = {"source": str(source.resolve()), **asked, "classes": classes}
-    for split in SPLITS:
-        counts = {name: Counter(str(item.label) for item in mine[split]) for name, mine in found.items()}
-        summary[split] = {name: {label: own[label] for label in classes} for name, own in counts.items()}
+    counts = {s: {name: Counter(str(item.label) for item in mine[s]) for name, mine in found.items()} for s in SPLITS}
+    by_class = {s: {name: {label: own[label] for label in classes} for name, own in mine.items()} for s, mine in counts.items()}
+    summary = {"source": str(source.resolve()), **asked, "classes": classes, **by_class}
     write_atomic(folder / "partition.json", json.dumps(summary, indent=1).encode(), PUBLIC)
     write_figure(folder / "partition.png", plot(summary), dpi=120, mode=PUBLIC)
     return summary
@@ -212,8 +212,15 @@ def plot(summary: dict[str, Any]) -> "figure.Figure":
     axes, left = picture.subplots(), np.zeros(len(sites))
     colors = matplotlib.colormaps["tab10" if len(bars) <= 10 else "tab20"]
     for index, (label, widths) in enumerate(bars.items()):
-        shown = label if index < MOST_COLORS else None
-        axes.barh(sites, widths, left=left, label=shown, color=colors(index % colors.N), edgecolor="white", lw=0.5)
+        axes.barh(
+            sites,
+            widths,
+            left=left,
+            label=label if index < MOST_COLORS else None,
+            color=colors(index % colors.N),
+            edgecolor="white",
+            lw=0.5,
+        )
         left = left + widths
     axes.invert_yaxis()
     axes.set_xlabel("training samples")
@@ -296,13 +303,16 @@ def _read_records(source: Path, by: str, classify_texts: Kinds | None) -> tuple[
     splits: dict[str, list[Record]] = {split: [] for split in SPLITS}
     for split, path in split_files(data.path).items():
         for (number, line), text in zip(record_lines(path), data.splits[split], strict=True):
-            record = json.loads(line) if by else {}
+            record = json.loads(line) if by or '"image"' in line else {}
             value = record.get(by) if by else ALL
             if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
                 raise DataError(
                     f"{path}:{number}: --by {by}: expected a text or a whole number there; "
                     f"found the keys {', '.join(record)[:200]}"
                 )
+            picture = path.parent / record["image"] if isinstance(record.get("image"), str) else path.parent
+            if is_there(picture) and picture.is_file():  # a relative path would lead nowhere from another folder
+                line = json.dumps(record | {"image": str(absolute_path(picture))})
             splits[split].append(Record(line.removesuffix("\n"), str(value), text.patient))
     if classify_texts:  # the splits are clustered together
         of_texts = iter(classify_texts([text.prompt_without_template for split in SPLITS for text in data.splits[split]]))
@@ -364,10 +374,16 @@ def split_list(
     others. Paths are absolute, and no picture is copied. Entries keep their own keys; identifiers from files are not added.
     Raises DataError for a list or mask that cannot be read, shares that sum to 1 or more, too few groups, or a folder in use.
     """
-    if any((folder / name).exists() for name in ("datalist.json", "split.json", "fold-1")):
-        raise DataError(f"{folder}: holds a split already; give another folder")
-    if validation + (0 if folds else test) >= 1:
-        raise DataError(f"{folder}: --validation {validation:g} and --test {test:g} leave nothing to train on; ask for less")
+    test = 0.0 if folds or keep_test else test
+    names = ("datalist.json", "split.json", "fold-1")
+    raise_first_fault(
+        folder,
+        (any((folder / name).exists() for name in names), "holds a split already; give another folder"),
+        (
+            validation + test >= 1,
+            f"--validation {validation:g} and --test {test:g} leave nothing to train on; ask for less",
+        ),
+    )
     samples, more = _read_entries(source)
     groups = linked_groups(samples)
     if folds > len(groups):
@@ -376,20 +392,28 @@ def split_list(
         lists = _folds(samples, folds, validation, seed)
     else:
         kept = [s for s in samples if keep_test and s.split == "test"]
-        test = 0.0 if keep_test else test
-        shares = {"training": 1 - validation - test, "validation": validation, "test": test}
-        parts = share_by_labels([s for s in samples if not (keep_test and s.split == "test")], shares, seed)
+        parts = share_by_labels(
+            [s for s in samples if not (keep_test and s.split == "test")],
+            {"training": 1 - validation - test, "validation": validation, "test": test},
+            seed,
+        )
         lists = {"": parts | {"test": parts["test"] + kept}}
     notes, splits = [], {}
     if not any(key[0] == "patient" for s in samples for key in s.keys if isinstance(key, tuple)):
         notes.append('no entry names its "patient", so one patient\'s pictures may be in two splits')
     for name, parts in lists.items():
-        entries = {split: [s.entry for s in parts[split]] for split in SPLITS}
-        write_atomic(folder / name / "datalist.json", json.dumps(more | entries, indent=1).encode(), PUBLIC)
+        write_atomic(
+            folder / name / "datalist.json",
+            json.dumps(more | {split: [s.entry for s in parts[split]] for split in SPLITS}, indent=1).encode(),
+            PUBLIC,
+        )
         for split in SPLITS:
             place, labels = f"{name} {split}".strip(), _count_labels(parts[split])
-            count = len(linked_groups(parts[split]))
-            splits[place] = {"samples": labels.pop("", 0), "groups": count, "labels": dict(sorted(labels.items()))}
+            splits[place] = {
+                "samples": labels.pop("", 0),
+                "groups": len(linked_groups(parts[split])),
+                "labels": dict(sorted(labels.items())),
+            }
             if not parts[split] and (split != "validation" or validation):
                 notes.append(f"{place}: no sample; there are too few groups for its share")
     summary = {"source": str(source.resolve()), "seed": seed, "groups": len(groups), "splits": splits, "notes": notes}
@@ -403,8 +427,9 @@ def _folds(samples: Sequence[Entry], folds: int, validation: float, seed: int) -
     tests, found = share_by_labels(samples, dict.fromkeys(names, 1 / folds), seed), {}
     for number, name in enumerate(names):
         rest = [s for other in names if other != name for s in tests[other]]
-        shares = {"training": 1 - validation, "validation": validation}
-        found[name] = share_by_labels(rest, shares, seed_for(seed, "fold", number)) | {"test": tests[name]}
+        found[name] = share_by_labels(
+            rest, {"training": 1 - validation, "validation": validation}, seed_for(seed, "fold", number)
+        ) | {"test": tests[name]}
     return found
 
 
@@ -449,8 +474,7 @@ def _read_entries(source: Path) -> tuple[list[Entry], dict[str, Any]]:
             keys = [("file", str(file.resolve())) for file in sample_files(item)] + [pair for pair in whose if pair[1]]
             labels = set() if item.label is None else {str(item.label)}
             if isinstance(item.label, Path):
-                resampled = PictureSettings(resample_masks=True)
-                shown = whole_labels(replace(item, affine=item.affine or "sform"), resampled)
+                shown = whole_labels(replace(item, affine=item.affine or "sform"), PictureSettings(resample_masks=True))
                 labels = {str(value) for one in shown for value in one.present() - {0}}
             found.append(Entry(split, own, tuple(keys), frozenset(labels)))
     volumes.drop_caches()
@@ -467,11 +491,10 @@ def _absolute_entries(source: Path, data: DataList) -> dict[str, list[dict[str, 
     raw = {} if source.is_dir() else read_datalist_json(source)
     found: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
     for split, written in found.items():
-        entries = raw.get(split) or [{}] * len(data.splits[split])
-        for item, entry in zip(data.splits[split], entries, strict=True):
+        for item, entry in zip(data.splits[split], raw.get(split) or [{}] * len(data.splits[split]), strict=True):
             own = {key: value for key, value in entry.items() if key != "fold"} if isinstance(entry, dict) else {}
-            own |= {"image": str(item.image.resolve())}
+            own |= {"image": str(absolute_path(item.image))}
             if item.label is not None:
-                own["label"] = str(item.label.resolve()) if isinstance(item.label, Path) else item.label
+                own["label"] = str(absolute_path(item.label)) if isinstance(item.label, Path) else item.label
             written.append(own)
     return found

@@ -39,8 +39,7 @@ def canonical_spelling(identifier: str) -> str:
     text = " ".join(plain.split())
     if "^" not in text:
         return text
-    groups = ["^".join(part.strip() for part in group.split("^")).rstrip("^") for group in text.split("=")]
-    return "=".join(groups).rstrip("=")
+    return "=".join(["^".join(part.strip() for part in group.split("^")).rstrip("^") for group in text.split("=")]).rstrip("=")
 
 
 def _is_invisible(character: str) -> bool:
@@ -156,8 +155,10 @@ def first_linked(keys: Sequence[Iterable[Hashable]]) -> list[int]:
 
 def warn_of_similar_patients(splits: Mapping[str, Sequence[Any]]) -> None:
     """Warn in the site's own log of patients whose identifiers are nearly equal, because they may be one person."""
-    samples = ((split, item) for split, items in splits.items() for item in items)
-    for line in similar_patient_lines((item_pseudonym(item), f"{split}: {item.name}") for split, item in samples):
+    for line in similar_patient_lines(
+        (item_pseudonym(item), f"{split}: {item.name}")
+        for split, item in ((split, item) for split, items in splits.items() for item in items)
+    ):
         _log.warning(f"{ALIKE}: {line}; give one person one identifier")
 
 

@@ -25,8 +25,11 @@ def picture_shape(path: Path) -> tuple[int, int]:
     with wrap_decoding_errors(path, "image cannot be read"), open_picture(path) as picture:
         check_pixels(path, picture)
         # PIL has exchanged a TIFF's width and height already
-        turned = picture.format != "TIFF" and _orientation(path, picture) >= 5
-        return (picture.width, picture.height) if turned else (picture.height, picture.width)
+        return (
+            (picture.width, picture.height)
+            if (picture.format != "TIFF" and _orientation(path, picture) >= 5)
+            else (picture.height, picture.width)
+        )
 
 
 def size_text(shape: Sequence[int]) -> str:

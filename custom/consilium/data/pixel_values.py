@@ -25,6 +25,8 @@ _EDGE_VALUES, _FLAT, _ON_EDGES, _WIDTH, _PLANES = 3, 0.2, 0.6, 9, 16
 the fewest undeclared values; below this share of pixels amid equal ones, a value has no region of its own; the share of
 pixels with such values that must lie between lower and higher ones; the window in which both sides are sought, in pixels; the
 number of planes of a volume that are examined."""
+MOST_COUNTED = 2**22
+"""Values of an array whose percentiles are computed exactly."""
 Spread = Callable[[], tuple[float, float]]
 """A function that returns the values that become black and white."""
 
@@ -86,6 +88,13 @@ def is_anti_aliased(values: np.ndarray, declared: Collection[Value]) -> bool:
     return between > 0 and between >= _ON_EDGES * all_odd
 
 
+def percentiles(values: np.ndarray) -> tuple[float, float]:
+    """Return the 0.5 and 99.5 percentiles of an array. A large array is sampled at every n-th value."""
+    # reshape would copy a volume with contiguous slices
+    low, high = np.percentile(values.flat[:: max(1, values.size // MOST_COUNTED)], [0.5, 99.5])
+    return float(low), float(high)
+
+
 def windowed(
     values: np.ndarray, settings: PictureSettings, file_window: tuple[float, float] | None, percentile_limits: Spread
 ) -> np.ndarray:
@@ -104,8 +113,7 @@ def windowed(
         if file_window is None
         else (file_window[0] - file_window[1] / 2, file_window[0] + file_window[1] / 2)
     )
-    share = (values.astype(np.float32) - low) / max(high - low, 1e-6)
-    return (np.clip(share, 0, 1) * 255 + 0.5).astype(np.uint8)
+    return (np.clip((values.astype(np.float32) - low) / max(high - low, 1e-6), 0, 1) * 255 + 0.5).astype(np.uint8)
 
 
 # labels -----------------------------------------------------------------------------------------------------------------------

@@ -62,8 +62,10 @@ def planes_or_tiles(item: Item, settings: PictureSettings, split: str = "test", 
                 f"{item.label}: is one picture, and {item.image.name} has several planes; give a mask of equal grid",
                 "mask of another size",
             )
-        step = settings.slices.every if split == "training" else 1
-        parts = {number: replace(item, slice=number) for number in range(0, count, step)}
+        parts = {
+            number: replace(item, slice=number)
+            for number in range(0, count, settings.slices.every if split == "training" else 1)
+        }
     elif settings.tiles is not None and item.tile is None and slides.is_cut_into_tiles(item.image, settings):
         item = replace(item, study=item.study or path_pseudonym(item.image))
         tiles = slides.tiles(slides.shape(item.image, settings.tiles.level), settings.tiles)
@@ -81,6 +83,7 @@ def planes_or_tiles(item: Item, settings: PictureSettings, split: str = "test", 
     unmapped = {value for value, classes in item.label_map or () if not classes}
     background = {0} if wanted is settings.tiles else {0, *unmapped}  # a tile counts as labelled if any value is not 0
     for number, part in parts.items():
-        drawn = seed_for(seed_for(index, "empty"), "plane", number) % _UNIT < share * _UNIT
-        if drawn or read_labels(part, settings).present() - background:
+        if (seed_for(seed_for(index, "empty"), "plane", number) % _UNIT < share * _UNIT) or read_labels(
+            part, settings
+        ).present() - background:
             yield part

@@ -250,8 +250,11 @@ def wrap_decoding_errors(path: Path, what: str, remedy: str = TAKE_OFF, most: in
         why = " ".join(str(error).split())[:200]
         if isinstance(error, EOFError | zlib.error | gzip.BadGzipFile):
             never_packed = isinstance(error, gzip.BadGzipFile) and "CRC" not in why and "length" not in why
-            cause = "its packed content is cut off or damaged; copy or download it again"
-            why = "its name ends in .gz, and its content is not packed by gzip" if never_packed else cause
+            why = (
+                "its name ends in .gz, and its content is not packed by gzip"
+                if never_packed
+                else "its packed content is cut off or damaged; copy or download it again"
+            )
         why = "it is damaged, or of another kind than it says" if not why or _PROGRAMMERS.search(why) else why
         raise DataError(f"{path}: {what} ({why}); {remedy}") from None
 
@@ -397,8 +400,12 @@ def path_in_any_unicode_form(folder: Path, name: str) -> Path:
     may have either form.
     """
     spellings = (unicodedata.normalize(form, one) for one in (name, name.replace("\\", "/")) for form in ("NFC", "NFD"))
-    path = folder / name
-    return next((place for one in (name, *spellings) if is_there(place := folder / one)), path)
+    return next((place for one in (name, *spellings) if is_there(place := folder / one)), folder / name)
+
+
+def absolute_path(path: Path) -> Path:
+    """Return a file's absolute path without links to folders. A link to the file keeps its name, whose ending is its format."""
+    return path.parent.resolve() / path.name
 
 
 def is_there(path: Path) -> bool:

@@ -46,6 +46,12 @@ class TilesConfig(Section):
         Literal["keep", "drop"] | Share, Field(description="training tiles without any label: keep, drop, or the share to keep")
     ] = "keep"
 
+    @model_validator(mode="after")
+    def _check_stride(self) -> Self:
+        if self.stride is not None and self.stride > self.size:
+            raise ValueError(f"stride: {self.stride} is over size {self.size}, and the pixels between tiles would be left out")
+        return self
+
 
 class WindowConfig(Section):
     """Values from `center` - `width` / 2 (black) to `center` + `width` / 2 (white), in the file's unit, such as HU."""
@@ -96,5 +102,8 @@ DEFAULTS = PictureSettings()
 
 def reading_key(kind: str, settings: PictureSettings, size: int, classes: object = None) -> str:
     """Return all settings that decide how a task of this `kind` reads pictures, as a text. Equal texts give equal samples."""
-    said = settings.model_dump(include=set(PictureSettings.model_fields) - {"slices"})
-    return json.dumps([kind, said, size, classes], sort_keys=True, default=str)
+    return json.dumps(
+        [kind, settings.model_dump(include=set(PictureSettings.model_fields) - {"slices"}), size, classes],
+        sort_keys=True,
+        default=str,
+    )

@@ -14,7 +14,7 @@ import numpy as np
 from consilium.core.errors import DataError, UnfitError
 from consilium.data import pictures
 from consilium.data.datalist import Tile
-from consilium.data.pixel_values import Labels, check_numbers, to_integers
+from consilium.data.pixel_values import Labels, check_numbers, percentiles, to_integers
 from consilium.data.safe_open import (
     MOST_PIXELS,
     MOST_SLIDE,
@@ -90,8 +90,8 @@ def read(path: Path, tile: Tile, level: int = 0, what: str = "image") -> np.ndar
             region = np.asarray(slide.read_region((round(x * scale), round(y * scale)), level, (width, height)))
         if kind == _PLAIN_TIFF:  # a tile that is not stored is 0
             return check_numbers(path, region[..., :3])
-        seen = region[..., :3].astype(np.float32) + (255.0 - region[..., 3:])  # transparent, so not scanned, becomes white
-        return check_numbers(path, np.clip(seen, 0, 255).astype(np.uint8))
+        # transparent, so not scanned, becomes white
+        return np.clip(region[..., :3].astype(np.float32) + (255.0 - region[..., 3:]), 0, 255).astype(np.uint8)
 
 
 def read_labels(path: Path, tile: Tile, image_shape: tuple[int, int]) -> Labels:
@@ -101,8 +101,7 @@ def read_labels(path: Path, tile: Tile, image_shape: tuple[int, int]) -> Labels:
     OpenSlide interpolates the values of others.
     """
     levels = layout(path).levels
-    factors = {own: (levels[0][0] / own[0], levels[0][1] / own[1]) for own in levels}
-    down, across = factors.get(image_shape, (0.0, 0.5))
+    down, across = {own: (levels[0][0] / own[0], levels[0][1] / own[1]) for own in levels}.get(image_shape, (0.0, 0.5))
     if down != across or not down.is_integer():
         raise UnfitError(
             f"{path}: mask is {pictures.size_text(levels[0])} pixels (width x height), its image "
@@ -179,8 +178,7 @@ def _tile_starts(length: int, size: int, stride: int) -> list[int]:
 @partial(FileResultCache, most=1024)
 def window_percentiles(path: Path, level: int = 0) -> tuple[float, float]:
     """Return the 0.5 and 99.5 percentiles of evenly spread tiles. All tiles of a picture are windowed by them."""
-    low, high = np.percentile(np.concatenate([one.reshape(-1) for one in sample_tiles(path, level)]), [0.5, 99.5])
-    return float(low), float(high)
+    return percentiles(np.concatenate([one.reshape(-1) for one in sample_tiles(path, level)]))
 
 
 @partial(FileResultCache, most=4096)

@@ -47,7 +47,7 @@ MOST_VALUES = 2**20
 class Measure:
     """The measurements of one entry of a list.
 
-    `size`: rows and columns, or a volume's shape (i, j, k). `voxel`: mm between voxels. `percentiles`: PERCENTILES of the
+    `size`: columns and rows, and planes of a volume, as stored. `voxel`: mm between voxels. `percentiles`: PERCENTILES of the
     file's values. `histogram`: of the 8-bit values. `classes`: pixels per class. `pixels`:
     all pixels of the mask.
     """
@@ -72,21 +72,23 @@ def site_stats(data: DataList, classes: Classes = None, settings: PictureSetting
     items = [item for split in SPLITS for item in data.splits[split]]
     found = map_by_file(items, lambda item: _measure(item, classes, settings))
     seen = [one for one in found if one is not None]
-    stats: dict[str, Any] = {"samples": {split: len(data.splits[split]) for split in SPLITS}}
-    stats |= {"unreadable": len(found) - len(seen), "images": len({item.image for item in items})}
-    stats |= {"patients": len({m.patient for m in seen} - {""}), "studies": len({m.study for m in seen} - {""})}
-    stats["size"] = _lowest_median_highest([m.size for m in seen], ("rows", "columns", "planes"))
-    stats["spacing"] = _lowest_median_highest([m.voxel for m in seen if m.voxel], ("i", "j", "k"))
     medians = np.median(np.array([m.percentiles for m in seen]), 0) if seen else ()
-    stats["intensity"] = {f"p{p}": round(float(v), 4) for p, v in zip(PERCENTILES, medians, strict=False)}
     total = sum((m.histogram for m in seen), np.zeros(BINS, np.int64))
-    stats["histogram"] = [round(float(n), 5) for n in total / max(1, total.sum())]
     pixels = max(1, sum(m.pixels for m in seen))
-    stats["classes"] = {}
-    for name in sorted({name for m in seen for name in m.classes}):
-        own = [m.classes[name] for m in seen if m.classes[name]]
-        stats["classes"][name] = {"samples": len(own), "share": round(sum(own) / pixels, 6)}
-    return stats
+    names = sorted({name for m in seen for name in m.classes})
+    shown = {name: [m.classes[name] for m in seen if m.classes[name]] for name in names}
+    return {
+        "samples": {split: len(data.splits[split]) for split in SPLITS},
+        "unreadable": len(found) - len(seen),
+        "images": len({item.image for item in items}),
+        "patients": len({m.patient for m in seen} - {""}),
+        "studies": len({m.study for m in seen} - {""}),
+        "size": _lowest_median_highest([m.size for m in seen], ("columns", "rows", "planes")),
+        "spacing": _lowest_median_highest([m.voxel for m in seen if m.voxel], ("i", "j", "k")),
+        "intensity": {f"p{p}": round(float(v), 4) for p, v in zip(PERCENTILES, medians, strict=False)},
+        "histogram": [round(float(n), 5) for n in total / max(1, total.sum())],
+        "classes": {name: {"samples": len(own), "share": round(sum(own) / pixels, 6)} for name, own in shown.items()},
+    }
 
 
 def _measure(item: Item, classes: Classes, settings: PictureSettings) -> Measure | None:
@@ -106,19 +108,21 @@ def _measure(item: Item, classes: Classes, settings: PictureSettings) -> Measure
             level, window = level_of(settings), None
             values = np.concatenate(slides.sample_tiles(item.image, level))
             spread = partial(slides.window_percentiles, item.image, level)
-            found.size = slides.shape(item.image, level)
+            found.size = slides.shape(item.image, level)[::-1]
         else:
             values, window, spread = read_values(item, settings)
-            found.size = values.shape[:2]
+            found.size = values.shape[1::-1]
         flat = values.reshape(-1, 1, 3) if values.ndim > len(found.size) else values.reshape(-1)  # colours, or grey
         some = flat[:: max(1, len(flat) // MOST_VALUES)]
         found.percentiles = tuple(float(v) for v in np.percentile(some, PERCENTILES))
-        grey = windowed(some, settings, window, spread)
-        found.histogram = np.bincount(grey.reshape(-1) // (256 // BINS), minlength=BINS)
+        found.histogram = np.bincount(windowed(some, settings, window, spread).reshape(-1) // (256 // BINS), minlength=BINS)
         for labels in whole_labels(item, settings) if isinstance(item.label, Path) else ():
             found.pixels += int(np.prod(labels.shape))
-            by_value = {str(value): [value] for value in labels.present() - {0}}
-            for name, wanted in (label_values_by_class(item, classes) if isinstance(classes, Mapping) else by_value).items():
+            for name, wanted in (
+                label_values_by_class(item, classes)
+                if isinstance(classes, Mapping)
+                else {str(value): [value] for value in labels.present() - {0}}
+            ).items():
                 found.classes[name] += int(labels.where(wanted).sum())
         if isinstance(item.label, str | int):  # the class of a whole picture counts as one pixel of one
             found.classes[class_name(item.label, list(classes or ())) or str(item.label)], found.pixels = 1, 1
@@ -145,8 +149,7 @@ _LENGTHS = (64, 256, 1024, 4096, 16384)
 
 def bin_names(edges: Sequence[float]) -> tuple[str, ...]:
     """Return the names of the bins that these edges separate."""
-    inner = [f"{low:g} to {high:g}" for low, high in pairwise(edges)]
-    return f"under {edges[0]:g}", *inner, f"{edges[-1]:g} and over"
+    return f"under {edges[0]:g}", *[f"{low:g} to {high:g}" for low, high in pairwise(edges)], f"{edges[-1]:g} and over"
 
 
 SIZES, LENGTHS = bin_names(_SIDES), bin_names(_LENGTHS)

@@ -100,8 +100,11 @@ class Text:
     @property
     def prompt_without_template(self) -> str:
         """All words before the answer, without the template around them."""
-        earlier = (part for pair in self.history for part in pair)
-        return "\n".join(part for part in (self.system, *earlier, self.instruction, self.input) if part)
+        return "\n".join(
+            part
+            for part in (self.system, *(part for pair in self.history for part in pair), self.instruction, self.input)
+            if part
+        )
 
     @property
     def prompt(self) -> str:
@@ -131,8 +134,8 @@ def other_formats(folder: Path) -> str:
 
 def split_files(folder: Path) -> dict[str, Path]:
     """Return the file of each split in a folder of instruction data, without splits that have none."""
-    there = ((split, folder / name) for split, names in FILES.items() for name in reversed(names))
-    return {split: path for split, path in there if path.is_file()}  # of two files of a split, the first in FILES
+    # of two files of a split, the first in FILES
+    return {s: path for s, names in FILES.items() for name in reversed(names) if (path := folder / name).is_file()}
 
 
 def read_site_list(path: Path) -> DataList:
@@ -361,8 +364,14 @@ def _from_messages(where: str, form: str, messages: Sequence[tuple[str, str]]) -
         raise DataError(f"{where}: {form}: a system message alone; write {EXAMPLE}")
     words = [content for _, content in turns]
     asked = words if len(words) % 2 else words[:-1]
-    history = tuple(zip(asked[:-1:2], asked[1:-1:2], strict=True))
-    return Text("", asked[-1], "", tuple(words[len(asked) :]), system=system, history=history)
+    return Text(
+        "",
+        asked[-1],
+        "",
+        tuple(words[len(asked) :]),
+        system=system,
+        history=tuple(zip(asked[:-1:2], asked[1:-1:2], strict=True)),
+    )
 
 
 def _read_outputs(where: str, raw: Mapping[str, Any], form: str, found: Sequence[Any]) -> tuple[str, ...]:

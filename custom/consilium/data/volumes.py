@@ -13,7 +13,7 @@ import numpy as np
 
 from consilium.core.errors import DataError, UnfitError
 from consilium.data.grid import Grid, grid_difference, resample_labels
-from consilium.data.pixel_values import Labels, check_numbers, to_integers
+from consilium.data.pixel_values import Labels, check_numbers, percentiles, to_integers
 from consilium.data.safe_open import FileResultCache, forget_formats, is_volume, stamp, volume_format
 from consilium.data.settings import NiftiAffine
 
@@ -24,7 +24,6 @@ __all__ = [
     "hold_volumes",
     "is_volume",
     "labels",
-    "percentiles",
     "voxels",
     "window_percentiles",
 ]
@@ -85,16 +84,6 @@ def drop_caches() -> None:
     for kept in (header, voxels, labels, window_percentiles):
         kept.cache_clear()
     forget_formats()
-
-
-MOST_COUNTED = 2**22
-
-
-def percentiles(values: np.ndarray) -> tuple[float, float]:
-    """Return the 0.5 and 99.5 percentiles of an array. A large array is sampled at every n-th value."""
-    some = values.flat[:: max(1, values.size // MOST_COUNTED)]  # reshape would copy a volume with contiguous slices
-    low, high = np.percentile(some, [0.5, 99.5])
-    return float(low), float(high)
 
 
 @partial(FileResultCache, most=4096)

@@ -299,16 +299,21 @@ def series(path: Path) -> list[tuple[Path, Dataset]]:
     if not (path := only_file_or_path(path)).is_dir():
         return [(path, open_file(path))]
     budget = Budget(path, MOST_OF_FOLDER)
-    every = ((file, open_file(file, budget=budget)) for file in _dicom_files(path))
-    found = [(f, e) for f, e in every if "Rows" in e and e.get("SOPClassUID") not in OTHERS]
+    found = [
+        (f, e)
+        for f, e in ((file, open_file(file, budget=budget)) for file in _dicom_files(path))
+        if "Rows" in e and e.get("SOPClassUID") not in OTHERS
+    ]
     found = [(f, e) for f, e in found if "LOCALIZER" not in (e.get("ImageType") or ())] or found
     count = len({e.get("SeriesInstanceUID") for _, e in found})
-    people = {(patient_identifier(e), e.get("StudyInstanceUID")) for _, e in found}
     raise_first_fault(
         path,
         (not found, f"holds no DICOM image; {TAKE_OFF}"),
         (count > 1, f"holds {count} series; give each a folder of its own"),
-        (len(people) > 1, "holds images of several patients or studies; give each a folder of its own"),
+        (
+            len({(patient_identifier(e), e.get("StudyInstanceUID")) for _, e in found}) > 1,
+            "holds images of several patients or studies; give each a folder of its own",
+        ),
     )
     return found
 

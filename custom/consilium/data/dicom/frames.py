@@ -259,10 +259,9 @@ def _read_place(file: Path, own: Dataset) -> Place | None:
     i, j = turned.reshape(2, 3)
     depth = abs(float(own.get("SpacingBetweenSlices") or own.get("SliceThickness") or 1.0))  # negative in nuclear medicine
     check_spacing(file, "SpacingBetweenSlices or SliceThickness", [depth], _MEASURED)
-    if origin.shape != (3,) or spacing.shape != (2,) or not (np.isfinite([*origin, *turned, *spacing, depth]).all()):
-        raise ValueError("a position is not three numbers")
-    if abs(i @ j) > _SAME or max(abs(np.linalg.norm([i, j], axis=1) - 1)) > _SAME:
-        raise ValueError("directions are not at right angles")
+    is_finite = origin.shape == (3,) and spacing.shape == (2,) and np.isfinite([*origin, *turned, *spacing, depth]).all()
+    if not is_finite or abs(i @ j) > _SAME or max(abs(np.linalg.norm([i, j], axis=1) - 1)) > _SAME:
+        raise ValueError("a position is not three numbers, or directions are not at right angles")
     return Place(origin, i * spacing[1], j * spacing[0], depth)
 
 

@@ -89,8 +89,7 @@ def read_contours(path: Path, elements: Dataset, image: VolumeHeader) -> Labels:
             mask = regions[name] = nothing.copy(order="K") if regions[name] is nothing else regions[name]
         for plane, some in one.items():
             mask[:, :, plane] |= points_inside(some, image.grid.shape[:2])
-    sound = {name: mask for name, mask in regions.items() if name not in faults}
-    return Labels(regions=sound or {"": nothing}, faults=faults)
+    return Labels(regions={name: mask for name, mask in regions.items() if name not in faults} or {"": nothing}, faults=faults)
 
 
 def _structure_name(structure: Dataset) -> str:
@@ -150,8 +149,7 @@ def points_inside(polygons: Sequence[np.ndarray], shape: tuple[int, int]) -> np.
                 odd ^= _odd_occurrence_mask(waiting, len(odd))
                 waiting, size = [], 0
         odd ^= _odd_occurrence_mask(waiting, len(odd))
-        lines = odd.view(np.uint64).reshape(wide + 1, long // 8)
-        before = np.bitwise_xor.accumulate(lines[:-1], axis=0).view(bool)
+        before = np.bitwise_xor.accumulate(odd.view(np.uint64).reshape(wide + 1, long // 8)[:-1], axis=0).view(bool)
         found[low[0] : high[0], low[1] : high[1]] = before[:, :tall]
     return found
 
@@ -261,5 +259,4 @@ def _map_to_grid(frame: Frame, grid: Grid) -> np.ndarray | None:
     whole = np.rint(found)
     rows, columns = frame.shape
     off = np.abs((found - whole) @ [[1, 1, 1, 1], [0, columns - 1, 0, columns - 1], [0, 0, rows - 1, rows - 1]]).max()
-    straight = (np.abs(whole[:, 1:]).sum(0) == 1).all()
-    return whole.astype(np.int64) if off <= TOLERANCE and straight else None
+    return whole.astype(np.int64) if off <= TOLERANCE and (np.abs(whole[:, 1:]).sum(0) == 1).all() else None

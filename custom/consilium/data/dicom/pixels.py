@@ -154,8 +154,11 @@ def palette_lookup(file: Path, elements: Dataset) -> Callable[[np.ndarray], np.n
             found = _table_words(elements, f"{colour}PaletteColorLookupTableData", size)[:count]
         else:
             keyword = f"Segmented{colour}PaletteColorLookupTableData"
-            sizes = (1, 2) if bits == 8 else (2, 1)
-            words = (_table_words(elements, keyword, size).tolist() for size in sizes if elements.get(keyword))
+            words = (
+                _table_words(elements, keyword, size).tolist()
+                for size in ((1, 2) if bits == 8 else (2, 1))
+                if elements.get(keyword)
+            )
             expanded = (_expand_segments(one, count) for one in words)
             found = np.array(next((one for one in expanded if len(one) == count), []), np.int64)
         if len(found) < count:
@@ -329,12 +332,14 @@ def _transfer_syntax(file: Path, elements: Dataset) -> UID:
         what = "in a way unknown here" if syntax.is_private or syntax.name == syntax else f"as {syntax.name}"
         raise DataError(f"{file}: is compressed {what}, which is not read; {_SAVE_AS}")
     bits = int(elements.BitsStored)
-    plain = not syntax.is_encapsulated
     raise_first_fault(
         file,
         (int(elements.get("HighBit", bits - 1)) != bits - 1, f"its stored bits are not the lowest ones; {TAKE_OFF}"),
         (syntax == JPEGExtended12Bit and bits != 8, f"is a JPEG of {bits} bits, which is not read; {_SAVE_AS}"),
-        (plain and len(elements.PixelData) < get_expected_length(elements), f"its pixels end early; {TAKE_OFF}"),
+        (
+            not syntax.is_encapsulated and len(elements.PixelData) < get_expected_length(elements),
+            f"its pixels end early; {TAKE_OFF}",
+        ),
     )
     if syntax.is_encapsulated:
         check_compressed_frames(file, elements, frame_count(elements))

@@ -4,7 +4,7 @@ import csv
 import io
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -18,7 +18,7 @@ from consilium.core.errors import DataError
 from consilium.core.sanitize import first_names_text
 from consilium.data.folders import walk_folders
 from consilium.data.pairs import Pattern, compose_unicode
-from consilium.data.safe_open import check_file, open_picture, text_lines, wrap_decoding_errors
+from consilium.data.safe_open import MOST_CHARACTERS, check_file, check_line, open_picture, text_lines, wrap_decoding_errors
 
 NO_PATIENTS = "names no patients, so one patient's pictures may be in two splits"
 GIVE = "give the publisher's file"
@@ -32,6 +32,7 @@ MOST_NODES = 2**21
 DEEPEST = 64
 """Elements of an XML file within each other. An element's text is that of all below it, so time grows with the depth."""
 PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
+csv.field_size_limit(MOST_CHARACTERS)  # Python's own limit is an eighth of it
 
 
 @dataclass(frozen=True)
@@ -178,9 +179,16 @@ def find_partner(stem: str, among: dict[str, Path], image: Path, what: str) -> P
     return alike[0]
 
 
+def csv_lines(path: Path, remedy: str) -> Iterator[str]:
+    """Yield the lines of a table with their ends. Raises DataError, also for a line of more than MOST_CHARACTERS."""
+    for number, line in enumerate(text_lines(path, remedy, newline=""), start=1):
+        check_line(f"{path}:{number}", line)
+        yield line
+
+
 def numbered_csv_rows(path: Path) -> list[tuple[int, list[str]]]:
     """Return the rows of a publisher's table, each with its line number. Raises DataError."""
-    reader = csv.reader(text_lines(path, GIVE, newline=""))
+    reader = csv.reader(csv_lines(path, GIVE))
     try:
         return [(reader.line_num, row) for row in reader if row]
     except csv.Error as error:
@@ -190,8 +198,7 @@ def numbered_csv_rows(path: Path) -> list[tuple[int, list[str]]]:
 def csv_rows_if_complete(path: Path, *columns: str) -> list[dict[str, str]]:
     """Return the rows of a publisher's table by heading; [] if one of `columns` is missing. Raises DataError."""
     (_, head), *rows = numbered_csv_rows(path) or [(0, [])]
-    found = [dict(zip_longest(head, row[: len(head)], fillvalue="")) for _, row in rows]
-    return found if set(columns) <= set(head) else []
+    return [dict(zip_longest(head, row[: len(head)], fillvalue="")) for _, row in rows] if set(columns) <= set(head) else []
 
 
 class _BoundedBuilder(ElementTree.TreeBuilder):

@@ -240,8 +240,11 @@ def _read_site(folder: Path, options: Options) -> Site | None:
     if table is not None and table.has_masks:
         return _read_table(table, folder, options)
     pairs, classes = find_pairs(folder, pictures, options.mask_patterns), may_have_classes(folder)
-    whole = pairs is not None and not pairs.alone and not pairs.unused
-    if pairs is not None and (whole or not classes or has_pairs(folder, pictures)) and (pairs.found or table is None):
+    if (
+        pairs is not None
+        and (not (pairs.alone or pairs.unused) or not classes or has_pairs(folder, pictures))
+        and (pairs.found or table is None)
+    ):
         try:
             return _read_pairs(folder, pairs, options)
         except DataError:
@@ -275,8 +278,7 @@ def _read_splits(folder: Path, options: Options) -> Site | None:
     """
     parts = {one: split for one in subfolders(folder) if (split := _named_split(one.name))}
     several = len(set(parts.values())) > 1
-    whole = several or len(subfolders(folder)) == len(parts)
-    found = [(one, _read_site(one, options)) for one in parts] if whole else []
+    found = [(one, _read_site(one, options)) for one in parts] if several or len(subfolders(folder)) == len(parts) else []
     sites = [(one, own) for one, own in found if own is not None]
     if not found or len(sites) < len(found):
         return None
@@ -298,8 +300,7 @@ def _read_splits(folder: Path, options: Options) -> Site | None:
 
 def _read_table(table: Table, folder: Path, options: Options) -> Site:
     """Return the samples in a site's table. Lines that name no site belong to the folder's site."""
-    samples = table.samples(folder.resolve().name, options)
-    return samples, [f"{table.path.name} was read", *table.notes]
+    return table.samples(folder.resolve().name, options), [f"{table.path.name} was read", *table.notes]
 
 
 def _read_patients_within_classes(folder: Path, patients_declared: bool = False) -> Site | None:
@@ -314,8 +315,7 @@ def _read_patients_within_classes(folder: Path, patients_declared: bool = False)
         return None
     if not classes or not all(own and (patients_declared or are_patients(two.name for two in own)) for own in classes.values()):
         return None
-    below = (three.name for own in classes.values() for two in own for three in subfolders(two))
-    if any(map(_DIAGNOSIS.search, below)):
+    if any(map(_DIAGNOSIS.search, (three.name for own in classes.values() for two in own for three in subfolders(two)))):
         return None  # the innermost folders are classes
     return _samples_by_patient(
         folder, [(two, one, path) for one, own in classes.items() for two in own for path in find_files(two, PICTURES)]
@@ -352,11 +352,10 @@ def _samples_by_patient(folder: Path, found: Sequence[tuple[Path, Path, Path]]) 
 
 def _has_patients_within_classes(source: Path) -> bool:
     """Tell whether --patient-folders would read a folder, or one of its subfolders, as classes with patients."""
-    read = ((one, _read_patients_within_classes(one, True)) for one in (source, *subfolders(source)))
     return any(
         len({one.label for one in site[0]}) > 1
         and all(isinstance(one.image, Path) and one.image.parent.parent.parent == place for one in site[0])
-        for place, site in read
+        for place, site in ((one, _read_patients_within_classes(one, True)) for one in (source, *subfolders(source)))
         if site is not None
     )
 
@@ -386,10 +385,9 @@ def _read_pairs(folder: Path, pairs: Pairs, options: Options) -> Site:
         places = sorted({str(mask.parent.relative_to(folder)) for mask in (pairs.found[0][1], pairs.unused[0])})
         choice = " or ".join(f"--mask-pattern '{place}/{{}}'" for place in places)
         choice = choice if len(places) == 2 else f"--mask-pattern '{pairs.pattern}' leaves them out"
-        other = pairs.unused[0].relative_to(folder)
         raise DataError(
             f"{folder}: '{pairs.pattern}' finds {len(pairs.found)} masks, and not {len(pairs.unused)} others, the first "
-            f"{other}; choose: {choice}"
+            f"{pairs.unused[0].relative_to(folder)}; choose: {choice}"
         )
     notes = []
     if pairs.pattern != Pattern():

@@ -71,8 +71,7 @@ def result_of_labels(
     beside = _result_by_class_name(classed, apart) if classed else None
     for number, one in enumerate(masks):
         if one.more and isinstance(one.label, Path):  # write the union of all masks of the picture
-            mask = mask_png(f"{number:05}-{one.label.stem}", unite_masks, *one.masks)
-            masks[number] = replace(one, label=mask, more=())
+            masks[number] = replace(one, label=mask_png(f"{number:05}-{one.label.stem}", unite_masks, *one.masks), more=())
     return ImportResult(masks, _classes(source, values, dataset_json_classes), [*notes, *(apart if beside else [])], beside)
 
 

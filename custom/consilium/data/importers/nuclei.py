@@ -103,8 +103,11 @@ def read_monuseg(source: Path, options: Options) -> ImportResult:
     for images, annotations, split in parts:
         xmls = by_stem(find_files(annotations, [".xml"]))
         for image in find_files(images, [".tif"]):
-            xml = find_partner(image.stem, xmls, image, "annotation (*.xml)")
-            found.append(_sample_from_polygons("monuseg", image, xml, None, split))
+            found.append(
+                _sample_from_polygons(
+                    "monuseg", image, find_partner(image.stem, xmls, image, "annotation (*.xml)"), None, split
+                )
+            )
     return ImportResult(found, NUCLEUS)
 
 
@@ -122,8 +125,9 @@ def read_monusac(source: Path, options: Options) -> ImportResult:
         if not re.match(r"TCGA-\w+-\w+", xml.stem):
             raise DataError(f"{xml}: expected a name that starts with a TCGA barcode (TCGA-A2-A0ES); found {xml.stem}")
         test = any("testing" in part.lower() for part in xml.relative_to(source).parts[:-1])
-        site = slug("tcga-" + xml.stem.split("-")[1])
-        found.append(_sample_from_polygons(site, image, xml, options.types, "test" if test else None))
+        found.append(
+            _sample_from_polygons(slug("tcga-" + xml.stem.split("-")[1]), image, xml, options.types, "test" if test else None)
+        )
     return ImportResult(found, _classes(MONUSAC_TYPES, options))
 
 
@@ -132,9 +136,13 @@ def _sample_from_polygons(site: str, image: Path, xml: Path, by_type: bool | Non
 
     `by_type`: whether each of MoNuSAC's classes has its own label value; None if regions have no class.
     """
-    patient = "-".join(image.stem.split("-")[:3])
     return SourceSample(
-        site, patient, image, mask_png(image.stem, _draw_mask, image, xml, by_type), split=split, is_patient=True
+        site,
+        "-".join(image.stem.split("-")[:3]),
+        image,
+        mask_png(image.stem, _draw_mask, image, xml, by_type),
+        split=split,
+        is_patient=True,
     )
 
 

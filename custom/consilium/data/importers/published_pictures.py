@@ -222,8 +222,13 @@ def _refuge(folder: Path) -> Iterator[SourceSample]:
     shown = (p for p in find_files(folder, [".jpg", ".jpeg"]) if "illustration" not in str(p.relative_to(folder)).lower())
     images = by_stem(shown)
     for mask in by_stem(find_files(folder, [".bmp"])).values():
-        image = find_partner(mask.stem, images, mask, "picture (*.jpg)")
-        yield SourceSample("", mask.stem, image, mask, split={"V": "validation", "T": "test"}.get(mask.stem[0]))
+        yield SourceSample(
+            "",
+            mask.stem,
+            find_partner(mask.stem, images, mask, "picture (*.jpg)"),
+            mask,
+            split={"V": "validation", "T": "test"}.get(mask.stem[0]),
+        )
 
 
 def disc_cup_labels(exact: bool, mask: Path) -> np.ndarray:
@@ -280,8 +285,14 @@ def _rim_one(folder: Path) -> Iterator[SourceSample]:
     for image in by_stem(find_files(part, [".png"])).values():
         disc = find_partner(image.stem, first, image, "drawing (*-1-Disc-T.png)")
         cup = find_partner(f"{disc.stem[: -len('Disc-T')]}Cup-T", cups, disc, "drawing")
-        test = image.relative_to(part).parts[0].lower() == "test_set"
-        yield SourceSample("", image.stem, image, disc, split="test" if test else None, more=(cup,))
+        yield SourceSample(
+            "",
+            image.stem,
+            image,
+            disc,
+            split="test" if image.relative_to(part).parts[0].lower() == "test_set" else None,
+            more=(cup,),
+        )
 
 
 def read_feddg(source: Path, options: Options) -> ImportResult:
@@ -300,8 +311,13 @@ def read_feddg(source: Path, options: Options) -> ImportResult:
             if rois is None:
                 raise wrong_layout(part or domain or source, "ROIs/image and ROIs/mask" if part else "train/ROIs and test/ROIs")
             own = match_by_name(*folder_pair(rois, [("image", "mask")]), "test" if split == "test" else None)
-            eyes = (replace(one, group=re.sub(r"-[LR]$", "", one.group)) for one in own)
-            found += with_masks(site, eyes, (), partial(disc_cup_labels, False), f"{split}-")
+            found += with_masks(
+                site,
+                (replace(one, group=re.sub(r"-[LR]$", "", one.group)) for one in own),
+                (),
+                partial(disc_cup_labels, False),
+                f"{split}-",
+            )
     there = sorted({one.site for one in found})
     notes = [", ".join(f"{name}: {DOMAINS[name]}" for name in there), f"{', '.join(there)}: {NO_PATIENTS}"]
     return ImportResult(found, DISC_AND_CUP, notes)

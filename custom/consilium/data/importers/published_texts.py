@@ -259,8 +259,11 @@ def _e2e(where: str, raw: Record, label: str) -> tuple[str, Record] | None:
 
 def _boolq(where: str, raw: Record, label: str) -> tuple[str, Record]:
     """Convert a record of BoolQ. Questions about one page are one group."""
-    task = "Read the passage and answer the question about it with True or False."
-    record = _make_record(task, str(raw["answer"]), f"{raw['passage']}\n\nQuestion: {raw['question']}?")
+    record = _make_record(
+        "Read the passage and answer the question about it with True or False.",
+        str(raw["answer"]),
+        f"{raw['passage']}\n\nQuestion: {raw['question']}?",
+    )
     return str(raw.get("title") or raw["passage"]), record | {"labels": ["True", "False"]}
 
 

@@ -137,8 +137,7 @@ def _mask_with_image_header(path: Path, mask_path: Path, axes: int, frame: int |
 
 def _labelled_planes(mask: Any) -> list[int]:
     """Return the numbers of the planes that show labels, counted like "slice" in a data list: along the file's last axis."""
-    values = np.asarray(mask.dataobj)
-    return np.flatnonzero((values > 0).any(axis=(0, 1))).tolist()
+    return np.flatnonzero((np.asarray(mask.dataobj) > 0).any(axis=(0, 1))).tolist()
 
 
 def _pack_frame(path: Path, frame: int) -> bytes:

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from consilium.core.errors import ConfigError, DataError
+from consilium.core.errors import ConfigError, DataError, raise_first
 from consilium.core.registry import Registry
 from consilium.core.schema import did_you_mean
 from consilium.core.storage import clean_up_on_failure
@@ -74,17 +74,24 @@ def import_by_label_kind(
 
 def _check_options(name: str, own: Importer, options: Options) -> None:
     """Raise ConfigError for options with impossible values, or that the set does not have."""
-    shares = (options.validation, options.test)
-    if min(shares) < 0 or (sum(shares) >= 1 and shares != (0, 1)):
-        raise ConfigError(
+    shares, default = (options.validation, options.test), Options()
+    sizes = f"expected one of {', '.join(own.sizes)}" if own.sizes else f"{name} has one; leave it out"
+    raise_first(
+        {
             f"--validation {options.validation:g} --test {options.test:g}: expected shares of at least 0 that sum to less "
-            "than 1; for a site that only tests, --validation 0 --test 1"
-        )
-    for field, option in _TAKEN_BY_SOME.items():
-        if getattr(options, field) != getattr(Options(), field) and field not in own.takes:
-            raise ConfigError(f"{option}: {name} does not take it; leave it out")
-    if options.size and options.size not in own.sizes:
-        what = f"expected one of {', '.join(own.sizes)}" if own.sizes else f"{name} has one; leave it out"
-        raise ConfigError(f"--size: {options.size!r}: {what}")
-    if wrong := [new for new in options.rename.values() if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", new)]:
-        raise ConfigError(f"--rename: {wrong[0]!r}: expected a name of letters, digits, hyphens, dots and underscores")
+            "than 1; for a site that only tests, --validation 0 --test 1": min(shares) < 0
+            or (sum(shares) >= 1 and shares != (0, 1)),
+            **{
+                f"{option}: {name} does not take it; leave it out": field not in own.takes
+                and getattr(options, field) != getattr(default, field)
+                for field, option in _TAKEN_BY_SOME.items()
+            },
+            f"--size: {options.size!r}: {sizes}": options.size and options.size not in own.sizes,
+            **{
+                f"--rename: {new!r}: expected a name of letters, digits, hyphens, dots and underscores": not re.fullmatch(
+                    r"[A-Za-z0-9][A-Za-z0-9._-]*", new
+                )
+                for new in options.rename.values()
+            },
+        }
+    )

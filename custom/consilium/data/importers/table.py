@@ -15,11 +15,19 @@ from consilium.core.grouping import group_by_key
 from consilium.core.schema import did_you_mean
 from consilium.data.class_checks import EACH_ITS_OWN, doubtful_name_findings
 from consilium.data.folders import describe_renames, select_sites, split_of, valid_site_names
-from consilium.data.importers.base import Importer, ImportResult, Options, SourceSample, TextRecord, find_files
+from consilium.data.importers.base import (
+    Importer,
+    ImportResult,
+    Options,
+    SourceSample,
+    TextRecord,
+    csv_lines,
+    find_files,
+)
 from consilium.data.importers.labels import result_of_labels
 from consilium.data.pairs import compose_unicode, role_of_name, without_ending
 from consilium.data.patients import check_identifier
-from consilium.data.safe_open import PICTURES, is_there, is_volume, path_in_any_unicode_form, text_lines
+from consilium.data.safe_open import PICTURES, is_there, is_volume, path_in_any_unicode_form
 
 LAYOUT = (
     "a CSV file with a picture a line: columns image (a path from the file's folder) and label (its class, or the path of its "
@@ -31,15 +39,14 @@ TEXT_LAYOUT = (
 )
 TEXT_FIELDS = ("text", "label", "site", "patient", "split")
 FIELDS = ("image", "label", "site", "patient", "split")
-NEEDED = FIELDS[:2]
 SEPARATOR = re.compile(r"\s*\"?sep=(.)\"?[\s,;]*", re.IGNORECASE)
 """Excel's line that names the separator of columns."""
 ONE = "one list for all, no sites: share it out with `consilium data partition` of its datalist.json"
 _FLAGS = {"0": False, "0.0": False, "false": False, "no": False, "1": True, "1.0": True, "true": True, "yes": True}
 _OTHER = {"image": "mask", "label": "image"}
 """By field, the kind of folder in which its files are not searched."""
-_TOLD, _SEARCHED = 5, 20_000
-"""The most missing files that a message names, and the most files that are compared with them."""
+_TOLD = 5
+"""The most missing files that a message names."""
 _LOOKED_AT = 20
 """The number of lines whose cells show what a column holds."""
 
@@ -89,9 +96,9 @@ class Table:
 def read_table(source: Path, options: Options) -> ImportResult:
     """Read a table of pictures. The classes are the sorted labels. Raises DataError, and ConfigError for a missing column."""
     table = open_table(source, options.columns)
-    one = [] if "site" in table.rows[0].values else [ONE]
-    samples = table.samples(source.stem, options)
-    return result_of_labels(source, samples, [*table.notes, *one], options)
+    return result_of_labels(
+        source, table.samples(source.stem, options), [*table.notes, *([] if "site" in table.rows[0].values else [ONE])], options
+    )
 
 
 def read_text_table(source: Path, options: Options) -> ImportResult:
@@ -104,13 +111,14 @@ def read_text_table(source: Path, options: Options) -> ImportResult:
         raise DataError(f"{source}: no line has a {named['text']} and a {named['label']}; give a line per text, with its label")
     counts = Counter(row.values["label"] for row in kept)
     _check_labels(source, named["label"], counts)
-    sites = valid_site_names({row.values.get("site") or source.stem for row in kept}, source)
+    of_row = [row.values.get("site") or source.stem for row in kept]
+    asked = select_sites(set(of_row), options.only, options.rename)
+    sites = valid_site_names(asked, source, new_names={} if options.sites else options.rename)
     found = list[TextRecord]()
-    for row in kept:
+    for row, site in ((row, site) for row, site in zip(kept, of_row, strict=True) if site in asked):
         patient, split = _patient_and_split(source, row)
         record = {one: row.values[one] for one in TEXT_FIELDS[:2]} | ({"patient": patient} if patient else {})
-        site = sites[row.values.get("site") or source.stem]
-        found.append(TextRecord(site, patient or f"line {row.number}", record, split))
+        found.append(TextRecord(sites[site], patient or f"line {row.number}", record, split))
     if lost := len(rows) - len(kept):
         notes.append(f"{lost} of {len(rows)} lines without text or label are left out")
     notes += [*describe_renames(sites), *([] if "site" in named else [ONE.replace("datalist.json", "folder")])]
@@ -173,7 +181,7 @@ def _read_csv(source: Path) -> tuple[list[str], Iterator[Row]]:
 
     Raises DataError if the first line is a picture's instead of headings, or two headings have the same name.
     """
-    lines = text_lines(source, "save it as CSV in UTF-8", newline="")
+    lines = csv_lines(source, "save it as CSV in UTF-8")
     before, first, said = 0, next(lines, ""), None
     while first and (not first.strip() or SEPARATOR.fullmatch(first.strip("\r\n"))):
         said = said or SEPARATOR.fullmatch(first.strip("\r\n"))
@@ -294,22 +302,24 @@ def _find_files_and_note(table: Table, rows: Sequence[Row]) -> dict[tuple[str, s
 
     It is used if it is the only one with that name. Raises DataError with the missing files.
     """
-    fields = NEEDED if table.has_masks else NEEDED[:1]
+    fields = FIELDS[:2] if table.has_masks else FIELDS[:1]
     lines = {(one, row.values[one]): row.number for row in reversed(rows) for one in fields}
     found = {key: path for key in lines if (path := _find_picture(table.path.parent, key[1]))}
     if len(found) == len(lines):
         return found
-    there = find_files(table.path.parent, PICTURES)[:_SEARCHED]
-    names = ((name, path) for path in there for name in {path.name, without_ending(path.name)})
+    names = (
+        (name, path) for path in find_files(table.path.parent, PICTURES) for name in {path.name, without_ending(path.name)}
+    )
     below = group_by_key((compose_unicode(name).casefold(), path) for name, path in names)
-    lost = list[str]()
+    lost, taken = list[str](), set(found.values())
     for one, cell in sorted(lines.keys() - found.keys(), key=lambda key: (lines[key], key)):
         name = compose_unicode(cell.replace("\\", "/").rpartition("/")[2]).casefold()
         # only names without a folder are searched, and a picture is not taken as its own mask
         named = below.get(name, []) if name == compose_unicode(cell).casefold() else []
         alike = [path for path in named if role_of_name(path.parent.name) != _OTHER[one]]
-        if len(alike) == 1 and alike[0] not in found.values():
+        if len(alike) == 1 and alike[0] not in taken:
             found[one, cell] = alike[0]
+            taken.add(alike[0])
             continue
         lost.append(f"line {lines[one, cell]}: {one} {cell!r}")
     if lost:
@@ -336,5 +346,5 @@ def _find_picture(folder: Path, cell: str) -> Path | None:
 
 SETS = {
     "csv": Importer(LAYOUT, read_table, ("columns", "exact_values"), is_own=True),
-    "csv-text": Importer(TEXT_LAYOUT, read_text_table, ("columns",)),
+    "csv-text": Importer(TEXT_LAYOUT, read_text_table, ("columns",), is_own=True),
 }

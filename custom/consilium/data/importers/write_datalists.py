@@ -20,7 +20,7 @@ from consilium.data.datalist import SPLITS
 from consilium.data.folders import select_sites
 from consilium.data.importers.base import DerivedFile, ImportResult, Options, Sample, SourceSample, TextRecord
 from consilium.data.patients import canonical_spelling
-from consilium.data.safe_open import is_encodable
+from consilium.data.safe_open import absolute_path, is_encodable
 
 Sites = dict[str, dict[str, list[Sample]]]
 """Samples by site and split."""
@@ -151,12 +151,13 @@ def deal_out_patients(samples: Sequence[Sample], name: str, options: Options) ->
         raise DataError(f"--sites: {len(names)} sites need as many patients; the set has {len(owner)}")
     found = list[Sample]()
     for sample in samples:  # its group and files get the old site's name as a prefix, so that no names collide
-        moved = replace(sample, site=owner[sample.site, sample.group], group=f"{sample.site}/{sample.group}")
-        if isinstance(moved, SourceSample) and isinstance(moved.image, DerivedFile):
-            moved = replace(moved, image=replace(moved.image, name=f"{sample.site}-{moved.image.name}"))
-        if isinstance(moved, SourceSample) and isinstance(moved.label, DerivedFile):
-            moved = replace(moved, label=replace(moved.label, name=f"{sample.site}-{moved.label.name}"))
-        found.append(moved)
+        more: dict[str, Any] = {"site": owner[sample.site, sample.group], "group": f"{sample.site}/{sample.group}"}
+        for key in ("image", "label"):
+            if isinstance(part := getattr(sample, key, None), DerivedFile):
+                more[key] = replace(part, name=f"{sample.site}-{part.name}")
+        if isinstance(sample, TextRecord) and "patient" in sample.record:
+            more["record"] = sample.record | {"patient": more["group"]}
+        found.append(replace(sample, **more))
     return found
 
 
@@ -169,8 +170,10 @@ def split_site(samples: Sequence[Sample], site: str, options: Options) -> dict[s
     given = {sample.split for sample in samples}
     shares = {s: 0.0 if s in given else share for s, share in (("test", options.test), ("validation", options.validation))}
     shares |= {"test": 1.0} if options.test == 1 else {}
-    uncut = [s for s in samples if s.split is None]
-    labels = group_by_key((s.group, s.label if isinstance(s, SourceSample) and isinstance(s.label, str) else "") for s in uncut)
+    labels = group_by_key(
+        (s.group, s.label if isinstance(s, SourceSample) and isinstance(s.label, str) else "")
+        for s in [s for s in samples if s.split is None]
+    )
     # of equally frequent classes, the first by name
     strata = group_by_key((Counter(sorted(own)).most_common(1)[0][0], group) for group, own in sorted(labels.items()))
     chosen: dict[str, str] = {}
@@ -200,8 +203,9 @@ def _write_site(folder: Path, site: str, splits: dict[str, list[Sample]], classe
             entry |= {} if one.slice is None else {"slice": one.slice}
             entries[split].append(entry | ({"patient": one.group} if one.is_patient else {}))
     if any(entries.values()):
-        text = json.dumps({"name": site, "labels": classes, **entries}, indent=1)
-        write_atomic(folder / "datalist.json", text.encode(), PUBLIC)
+        write_atomic(
+            folder / "datalist.json", json.dumps({"name": site, "labels": classes, **entries}, indent=1).encode(), PUBLIC
+        )
         if not entries["training"]:
             write_atomic(folder / "site.yaml", b"datalist: datalist.json\ntest_only: true\n", PUBLIC)
 
@@ -222,7 +226,7 @@ def _write_part(folder: Path, part: Path | DerivedFile | str) -> str:
     A derived file is written below `folder` at its first use.
     """
     if not isinstance(part, DerivedFile):
-        return part if isinstance(part, str) else str(part.resolve())
+        return part if isinstance(part, str) else str(absolute_path(part))
     relative = f"{part.folder}/{part.name}"
     if not (folder / relative).exists():
         write_atomic(folder / relative, part.make(), PUBLIC)

@@ -49,6 +49,15 @@ def write_list(
     for part in ("images", "masks") if spec["kind"] != "cells" else ("images",):
         (folder / part).mkdir(parents=True, exist_ok=True)
     entries = {split: [write(split, n) for n in range(count)] for split, count in counts.items()}
-    named = {str(number): name for number, name in enumerate(labels)}
-    path.write_text(json.dumps({"name": spec["site"], "labels": named, "phantoms": phantoms, **entries}, indent=1))
+    path.write_text(
+        json.dumps(
+            {
+                "name": spec["site"],
+                "labels": {str(number): name for number, name in enumerate(labels)},
+                "phantoms": phantoms,
+                **entries,
+            },
+            indent=1,
+        )
+    )
     return path

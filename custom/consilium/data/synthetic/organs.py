@@ -177,8 +177,7 @@ def draw_study(
     units = -1000 + body * (1040 + organ * (90 - lesion * 70))
     # this site's scanner has its own contrast, offset, shading, blur and noise
     tissue = (units - 40) * (1 + 0.5 * look[0]) + 40 + 60 * look[1]
-    along = np.linspace(-0.5, 0.5, units.shape[0]).reshape(-1, 1, 1)
-    seen = np.where(body > 0.5, tissue + 80 * look[2] * along, units)
+    seen = np.where(body > 0.5, tissue + 80 * look[2] * np.linspace(-0.5, 0.5, units.shape[0]).reshape(-1, 1, 1), units)
     blurred = gaussian_filter(seen, (*[0.4 + 0.8 * max(look[6], 0)] * 2, 0))
     noise = gaussian_filter(rng.normal(size=units.shape), (0.6, 0.6, 0))
     values = np.rint(blurred + noise * (14 + 40 * max(-look[6], 0))).clip(-1024, 3071).astype(np.int16)

@@ -131,8 +131,7 @@ def equal_class_shares(site: str, count: int) -> np.ndarray:
 def class_shares(who: Habits) -> np.ndarray:
     """Return the share of each of CELLS at a site (sum 1): equal without label shift, ratios up to 1 : 50 at full shift."""
     phases = 2 * np.pi * np.arange(len(CELLS)) / len(CELLS)
-    wave = who.hand[0] * np.cos(phases) + who.hand[1] * np.sin(phases) + who.hand[2] * np.cos(2 * phases)
-    shares = np.exp(2 * wave)
+    shares = np.exp(2 * (who.hand[0] * np.cos(phases) + who.hand[1] * np.sin(phases) + who.hand[2] * np.cos(2 * phases)))
     return shares / shares.sum()
 
 
@@ -224,8 +223,7 @@ def _nuclei(rng: Generator, size: int, who: Habits) -> tuple[np.ndarray, np.ndar
         depth = rng.uniform(0.35, 1)  # faint nuclei are out of focus
         field, drawn = _draw_shape_twice(rng, size, rng.uniform(0, size, 2), radius, 0.12, corners=_corners(who.hand[2]))
         seen = np.maximum(seen, depth * soft_edge(field, 0.10 + 0.12 * (1 - depth)))
-        left_out = who.hand[1] > 0 and depth < 0.35 + 0.5 * who.hand[1]
-        if not left_out:
+        if not (who.hand[1] > 0 and depth < 0.35 + 0.5 * who.hand[1]):
             mask |= drawn < 1 + 0.35 * who.hand[0]
     matrix, nucleus = np.array([0.86, 0.68, 0.80]), np.array([0.38, 0.24, 0.55])
     texture = 0.05 * smooth_noise(rng, size, size / 16) + 0.04 * smooth_noise(rng, size, 2)
@@ -260,8 +258,7 @@ def _stain_cover(rng: Generator, kind: str, size: int, center: np.ndarray) -> np
     if kind == "elongated":
         along, across = along / 1.3, across / rng.uniform(0.5, 0.7)
     if kind == "teardrop":  # one side drawn out to a tip
-        tip = np.clip(along, 0, None)
-        along, across = np.where(along > 0, along / 1.7, along), across / np.clip(1 - tip / 1.9, 0.15, 1)
+        along, across = np.where(along > 0, along / 1.7, along), across / np.clip(1 - np.clip(along, 0, None) / 1.9, 0.15, 1)
     field = np.hypot(along, across)
     if kind == "spiky":
         field = field / (1 + rng.uniform(0.1, 0.18) * np.cos(rng.integers(8, 14) * np.arctan2(across, along)))

@@ -106,8 +106,7 @@ def tables(stats: Mapping[str, Mapping[str, Any]]) -> list[Table]:
     rows = []
     for name, one in stats.items():
         bad = f" ({one['unreadable']} bad)" if one["unreadable"] else ""
-        sides = [values[1] for values in one["size"].values()]
-        size = "x".join(f"{side:g}" for side in (sides[::-1] if len(sides) == 2 else sides))  # pictures: width x height
+        size = "x".join(f"{values[1]:g}" for values in one["size"].values())  # width x height, and planes
         spacing = " ".join(f"{values[1]:.2g}" for values in one["spacing"].values())
         greys = ", ".join(f"{one['intensity'][key]:.4g}" for key in ("p1", "p50", "p99") if one["intensity"])
         counts = "/".join(str(one["samples"][split]) for split in SPLITS) + bad
