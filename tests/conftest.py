@@ -21,6 +21,7 @@ from consilium.adapters.names import is_base
 from consilium.cli.main import main
 from consilium.client import site_data
 from consilium.config.job import JobConfig
+from consilium.core.errors import DataError
 from consilium.core.registry import KindField
 from consilium.core.schema import Section, validate
 from consilium.federation.job_assembly import Job, assemble_job
@@ -28,6 +29,7 @@ from consilium.report import predictions
 from consilium.strategies.registry import STRATEGIES
 from consilium.strategies.strategy import Strategy
 
+Patch, Capture = pytest.MonkeyPatch, pytest.CaptureFixture[str]
 JOBS = Path(__file__).parent.parent / "jobs"
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, as would what they start
@@ -114,6 +116,14 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
     with pytest.raises(SystemExit) as stopped:
         main()
     return int(stopped.value.code or 0)
+
+
+def refused(words: str, call: Callable[..., object], *given: Any, error: type[Exception] = DataError, **more: Any) -> str:
+    """Make a call that must end in an error of one line with these words (a pattern), and return the line."""
+    with pytest.raises(error, match=words) as found:
+        call(*given, **more)
+    assert "\n" not in str(found.value)
+    return str(found.value)
 
 
 class Snapshot:

@@ -1,8 +1,11 @@
 """What bounds of memory let through, by hand: volumes with a slope, codes of JPEG 2000, long lines, runs."""
 
 import io
+import os
 import struct
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import nibabel
@@ -12,8 +15,10 @@ from PIL import Image
 
 from consilium.core.errors import DataError
 from consilium.data import nifti, volumes
+from consilium.data.dicom.files import wrap_dicom_errors
 from consilium.data.dicom.pixels import MOST_PARTS, check_decoding_cost
-from consilium.data.safe_open import most_unpacked, page_count, parse_json, text_lines
+from consilium.data.safe_open import most_unpacked, page_count, parse_json, text_lines, wrap_decoding_errors
+from tests.conftest import Patch, refused
 
 GIB = 2**30
 
@@ -53,8 +58,7 @@ def test_parts_of_a_jpeg_2000_are_counted() -> None:
     check_decoding_cost("a", style(10_000, 10_000, 4))
     check_decoding_cost("a", style(2000, 2000, 0))
     for code in (style(10_000, 10_000, 0), style(2000, 2000, 4, b"\0"), style(10_000, 10_000, 4, tiles=400)):
-        with pytest.raises(DataError, match=f"parts, at most {MOST_PARTS:,} are read; save it anew"):
-            check_decoding_cost("a", code)
+        refused(f"parts, at most {MOST_PARTS:,} are read; save it anew", check_decoding_cost, "a", code)
 
 
 @pytest.mark.parametrize("more", [{}, {"precinct_size": (64, 64), "codeblock_size": (16, 16), "tile_size": (64, 64)}])
@@ -84,20 +88,25 @@ def test_lines_come_one_by_one_and_long_ones_are_cut(tmp_path: Path) -> None:
     assert [len(line) for line in found] == [4, 2**20 + 2, 6, 4]
     assert (found[0], found[2:]) == ("one\n", ["three\n", "four"])
     path.write_bytes(b"a\n\xff\n")
-    with pytest.raises(DataError, match="not UTF-8"):
-        list(text_lines(path, "give text"))
+    refused("not UTF-8", list, text_lines(path, "give text"))
 
 
-def test_values_of_json_are_counted_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wrap", [lambda path: wrap_decoding_errors(path, "image cannot be read"), wrap_dicom_errors])
+def test_error_of_the_disk_is_not_called_damage(wrap: Callable[[Path], AbstractContextManager[None]], tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    for number in (5, 13):
+        with pytest.raises(DataError, match=rf"cannot be read.* \({os.strerror(number)}\); "), wrap(tmp_path / "a"):
+            raise OSError(number, os.strerror(number), "a")
+
+
+def test_values_of_json_are_counted_before_they_are_made(monkeypatch: Patch) -> None:
     monkeypatch.setattr("consilium.data.safe_open.MOST_VALUES", 4)
     assert parse_json("a", "[1, 2, {}]", "cut it") == [1, 2, {}]
-    with pytest.raises(DataError, match="more than 4 values"):
-        parse_json("a", "[1, 2, [], 4]", "cut it")
+    refused("more than 4 values", parse_json, "a", "[1, 2, [], 4]", "cut it")
 
 
 def test_a_key_that_occurs_twice_is_found_in_linear_time() -> None:
     keys = ",".join(f'"k{number}": 1' for number in range(40_000))
     began = time.perf_counter()
-    with pytest.raises(DataError, match="'k39999' occurs twice"):
-        parse_json("a.json", f'{{{keys}, "k39999": 2}}', "mend it")
+    refused("'k39999' occurs twice", parse_json, "a.json", f'{{{keys}, "k39999": 2}}', "mend it")
     assert time.perf_counter() - began < 5

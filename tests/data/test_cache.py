@@ -10,6 +10,7 @@ from consilium.data import cache
 from consilium.data.cache import SampleCache
 from consilium.data.datalist import DataList, Item
 from consilium.data.images import Sample
+from tests.conftest import Patch, refused
 
 
 def make(count: int, asked: list[str]) -> SampleCache:
@@ -24,7 +25,7 @@ def make(count: int, asked: list[str]) -> SampleCache:
 
 
 @pytest.mark.parametrize(("room", "reads"), [(1000, 3), (9, 4)])
-def test_samples_are_read_again_only_where_there_was_no_room(room: int, reads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_read_again_only_where_there_was_no_room(room: int, reads: int, monkeypatch: Patch) -> None:
     monkeypatch.setattr(cache, "CACHE_BYTES", room)
     asked: list[str] = []
     samples = make(3, asked)
@@ -37,5 +38,4 @@ def test_samples_are_read_again_only_where_there_was_no_room(room: int, reads: i
 
 
 def test_a_bad_sample_stops_at_the_start() -> None:
-    with pytest.raises(DataError, match="bad"):
-        make(10, [])
+    refused("bad", make, 10, [])

@@ -6,13 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.conftest import JOBS
+from tests.conftest import JOBS, Capture, Patch
 from tests.data.hospitals import said
 from tests.data.writing import write
 from tests.models.folders import save_folder
-
-Patch = pytest.MonkeyPatch
-Capture = pytest.CaptureFixture[str]
 
 
 def job(folder: Path, **model: object) -> Path:

@@ -14,6 +14,7 @@ from consilium.tasks.language import LanguageConfig
 from consilium.tasks.language.task import LanguageTask
 from consilium.tasks.language.tokens import Encoder
 from consilium.tasks.registry import TASKS
+from tests.conftest import refused
 from tests.data.writing import write
 
 
@@ -65,8 +66,7 @@ def test_a_record_that_training_refuses_is_a_problem(
     config = LanguageConfig.model_validate({"name": "language"} | settings)
     (line,) = check(tmp_path, config, tokenizer, 64).problems["refused by the job"]
     assert line.startswith(told)
-    with pytest.raises(UnfitError, match=re.escape(f"{tmp_path}: {line}")):
-        LanguageTask(read_texts(tmp_path), tokenizer, 64, config)
+    refused(re.escape(f"{tmp_path}: {line}"), LanguageTask, read_texts(tmp_path), tokenizer, 64, config, error=UnfitError)
 
 
 def test_the_length_of_a_preference_record_is_that_of_its_longer_answer(tmp_path: Path) -> None:

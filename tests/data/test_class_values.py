@@ -13,12 +13,9 @@ from consilium.core.errors import DataError
 from consilium.data.class_checks import classes_for, undeclared_remedy
 from consilium.data.datalist import read_datalist
 from consilium.data.images import read_sample
-from tests.conftest import JOBS
+from tests.conftest import JOBS, Capture, Patch, refused
 from tests.data.hospitals import drawn, hospital, photo, said
 from tests.data.importing import import_set
-
-Patch = pytest.MonkeyPatch
-Capture = pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
@@ -121,8 +118,7 @@ def test_imports_one_after_the_other_agree_on_the_one_class(tmp_path: Path) -> N
         told = import_set("own", tmp_path / site, tmp_path / "lists", add=site == "b")
     assert told["classes"] == {"object": [1, 255]}
     hospital(tmp_path / "c" / "c", "images/{}.png", "masks/{}.png", (1, 2))
-    with pytest.raises(DataError, match="expected the classes of own"):
-        import_set("own", tmp_path / "c", tmp_path / "lists", add=True)
+    refused("expected the classes of own", import_set, "own", tmp_path / "c", tmp_path / "lists", add=True)
 
 
 def test_overrides_need_a_job(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:

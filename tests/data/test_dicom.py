@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.conftest import Patch, refused
 from tests.data import dicoms  # skips where the extra is missing
 
 import highdicom  # isort: skip
@@ -126,8 +127,7 @@ def test_frames_of_one_file_are_put_in_order_and_scaled_one_by_one(tmp_path: Pat
 
 def test_two_frames_at_one_place_are_refused(tmp_path: Path) -> None:
     path = dicoms.save(enhanced((0, 1, 0, 1)), tmp_path / "a.dcm")
-    with pytest.raises(DataError, match="holds 4 images at 2 places; save each echo, phase or time"):
-        volumes.header(path)
+    refused("holds 4 images at 2 places; save each echo, phase or time", volumes.header, path)
 
 
 def test_a_video_has_no_place(tmp_path: Path) -> None:
@@ -170,8 +170,7 @@ def test_several_series_in_a_folder_are_refused_without_their_names(tmp_path: Pa
 def test_slices_that_are_missing_or_there_twice_are_named(heights: tuple[int, ...], message: str, tmp_path: Path) -> None:
     for n, height in enumerate(heights):
         dicoms.save(dicoms.placed(PLANES[0], (0, 0, height)), tmp_path / f"{n}.dcm")
-    with pytest.raises(DataError, match=message):
-        volumes.header(tmp_path)
+    refused(message, volumes.header, tmp_path)
 
 
 def test_positions_that_are_rounded_are_no_gap(tmp_path: Path) -> None:
@@ -195,15 +194,13 @@ def test_positions_that_are_rounded_are_no_gap(tmp_path: Path) -> None:
 def test_files_that_do_not_belong_together_are_refused(change: dict[str, object], message: str, tmp_path: Path) -> None:
     dicoms.stack(tmp_path, PLANES)
     dicoms.save(dicoms.placed(PLANES[0], (0, 0, 6), **change), tmp_path / "other.dcm")
-    with pytest.raises(DataError, match=message):
-        volumes.header(tmp_path)
+    refused(message, volumes.header, tmp_path)
 
 
 def test_pictures_without_a_place_are_named_one_by_one(tmp_path: Path) -> None:
     for n in range(2):
         dicoms.save(dicoms.image(PLANES[n]), tmp_path / f"{n}.dcm")
-    with pytest.raises(DataError, match="holds 2 images that do not say where they lie"):
-        volumes.header(tmp_path)
+    refused("holds 2 images that do not say where they lie", volumes.header, tmp_path)
     assert volumes.header(tmp_path / "1.dcm").grid.affine is None
     assert np.array_equal(volumes.voxels(tmp_path / "1.dcm")[:, :, 0], PLANES[1].T)
 
@@ -235,7 +232,7 @@ def test_a_name_and_a_day_of_birth_stand_for_a_patient_without_a_number(tmp_path
     assert a
 
 
-def test_without_the_extra_one_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra_one_line_says_what_to_install(tmp_path: Path, monkeypatch: Patch) -> None:
     path = dicoms.save(dicoms.image(PLANES[0]), tmp_path / "a.dcm")
 
     def missing(name: str) -> None:
@@ -243,8 +240,7 @@ def test_without_the_extra_one_line_says_what_to_install(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(volumes, "import_module", missing)
     for read in (volumes.header, volumes.voxels):
-        with pytest.raises(DataError, match=r"a.dcm: is DICOM; install consilium-flare\[dicom\] to read it$"):
-            read(path)
+        refused(r"a.dcm: is DICOM; install consilium-flare\[dicom\] to read it$", read, path)
 
 
 def test_a_slice_that_is_written_over_is_read_anew(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.conftest import Capture, Patch, refused
 from tests.data import dicoms  # skips where the extra is missing
 
 from pydicom import uid  # isort: skip
@@ -119,11 +120,7 @@ MADE: dict[str, tuple[Callable[[], dicoms.Dataset], Callable[[bytes], bytes], st
 
 @pytest.mark.parametrize("name", MADE)
 def test_a_bad_file_is_one_line_without_its_patient(
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
+    name: str, tmp_path: Path, monkeypatch: Patch, caplog: pytest.LogCaptureFixture, capfd: Capture
 ) -> None:
     make, harm, words = MADE[name]
     path = dicoms.save(make(), tmp_path / "bad.dcm")
@@ -139,7 +136,7 @@ def test_a_bad_file_is_one_line_without_its_patient(
 
 
 def test_nothing_is_warned_of_or_logged_where_a_file_is_read(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: Capture
 ) -> None:
     """A set of letters that does not exist and values of the wrong kind make pydicom talk; not here."""
     made = harmless()
@@ -181,16 +178,15 @@ def test_a_broken_file_in_a_series_is_named(tmp_path: Path) -> None:
     assert not [word for word in WORDS if word in str(raised.value)]
 
 
-def test_a_folder_of_too_many_files_is_refused_before_they_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_too_many_files_is_refused_before_they_are_opened(tmp_path: Path, monkeypatch: Patch) -> None:
     for n in range(30):
         (tmp_path / f"{n}.dcm").write_bytes(bytes(128) + b"DICM")
     monkeypatch.setattr(dicom_files, "MOST_FILES", 20)
     monkeypatch.setattr(dicom_files, "open_file", None)
-    with pytest.raises(DataError, match="holds more than 20 files; give each series a folder of its own"):
-        volumes.header(tmp_path)
+    refused("holds more than 20 files; give each series a folder of its own", volumes.header, tmp_path)
 
 
-def test_masks_of_many_regions_are_refused_before_they_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_of_many_regions_are_refused_before_they_are_made(tmp_path: Path, monkeypatch: Patch) -> None:
     from consilium.data.dicom import masks as dicom_masks
 
     files = dicoms.stack(tmp_path / "ct", np.stack([GREY] * 3))
@@ -198,11 +194,9 @@ def test_masks_of_many_regions_are_refused_before_they_are_made(tmp_path: Path, 
     dicoms.segmentation(files, np.ones((3, 4, 6, 2), np.uint8), ["a", "b"]).save_as(tmp_path / "seg.dcm")
     drawn = dicoms.outlines({name: [np.array([[0, 0, 0], [1, 0, 0], [0, 1, 0]])] for name in "abc"})
     monkeypatch.setattr(dicom_masks, "MOST_VOLUME", 143)
-    with pytest.raises(DataError, match="2 segments, 144 bytes; at most 143 are allowed"):
-        volumes.labels(tmp_path / "seg.dcm", image)
+    refused("2 segments, 144 bytes; at most 143 are allowed", volumes.labels, tmp_path / "seg.dcm", image)
     monkeypatch.setattr(dicom_masks, "MOST_VOLUME", 215)
-    with pytest.raises(DataError, match="3 structures, 216 bytes; at most 215 are allowed"):
-        read_contours(tmp_path / "rt.dcm", drawn, image)
+    refused("3 structures, 216 bytes; at most 215 are allowed", read_contours, tmp_path / "rt.dcm", drawn, image)
 
 
 def test_the_size_of_a_code_is_read_from_its_header() -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.path import Path as Outline
+from PIL import Image
 
+from tests.conftest import refused
 from tests.data import dicoms  # skips where the extra is missing
 
 from pydicom import Dataset  # isort: skip
@@ -17,7 +19,7 @@ from consilium.data.check import check_datalist
 from consilium.data.check_report import Findings
 from consilium.data.datalist import Item, with_job_labels
 from consilium.data.dicom.masks import points_inside
-from consilium.data.images import read_labels, read_sample
+from consilium.data.images import read_image, read_labels, read_sample
 from consilium.data.pixel_values import Labels
 from consilium.data.settings import PictureSettings
 
@@ -105,8 +107,7 @@ def test_a_segmentation_of_another_grid_is_refused_unless_it_may_be_resampled(se
     """Half as many columns and rows, twice as wide: a pixel of it covers four."""
     wide = [dicoms.placed(PLANES[k][::2, ::2], _between(series[k]), (1, 0, 0, 0, 0.8, 0.6), (1.6, 1.0)) for k in range(5)]
     dicoms.segmentation(wide, MASKS[:, ::2, ::2, :1], ["disc"]).save_as(tmp_path / "seg.dcm")
-    with pytest.raises(DataError, match=r"the mask's grid differs .*5x3x5 voxels, not 10x6x5"):
-        labels(tmp_path / "seg.dcm")
+    refused(r"the mask's grid differs .*5x3x5 voxels, not 10x6x5", labels, tmp_path / "seg.dcm")
     found = labels(tmp_path / "seg.dcm", resample=True).regions["disc"]
     assert np.array_equal(found, MASKS[:, ::2, ::2, 0].repeat(2, 1).repeat(2, 2).transpose(2, 1, 0).astype(bool))
 
@@ -119,8 +120,7 @@ def _between(one: Dataset) -> list[float]:
 def test_a_segmentation_beside_its_image_is_refused(series: list[Dataset], tmp_path: Path) -> None:
     moved = [dicoms.placed(PLANES[k], np.add(series[k].ImagePositionPatient, [4, 0, 0]), **_turned()) for k in range(5)]
     dicoms.segmentation(moved, np.ones_like(MASKS[..., :1]), ["disc"]).save_as(tmp_path / "seg.dcm")
-    with pytest.raises(DataError, match="marks voxels outside its image"):
-        labels(tmp_path / "seg.dcm")
+    refused("marks voxels outside its image", labels, tmp_path / "seg.dcm")
 
 
 def _turned() -> dict[str, object]:
@@ -142,11 +142,9 @@ def test_another_frame_of_reference_is_refused_without_its_name(series: list[Dat
 
 def test_a_segmentation_is_no_image_and_contours_have_no_voxels(series: list[Dataset], tmp_path: Path) -> None:
     dicoms.segmentation(series, MASKS, ["disc", "cup"]).save_as(tmp_path / "seg.dcm")
-    with pytest.raises(DataError, match="is a segmentation, not an image; name it as a label"):
-        volumes.voxels(tmp_path / "seg.dcm")
+    refused("is a segmentation, not an image; name it as a label", volumes.voxels, tmp_path / "seg.dcm")
     path = dicoms.save(dicoms.outlines({}), tmp_path / "rt.dcm")
-    with pytest.raises(DataError, match="holds contours, which need their image's grid"):
-        volumes.header(path)
+    refused("holds contours, which need their image's grid", volumes.header, path)
 
 
 def test_an_image_may_hold_label_values(series: list[Dataset], tmp_path: Path) -> None:
@@ -197,6 +195,19 @@ def circle(radius: float, count: int = 40, center: tuple[float, float] = (9.3, 1
     """Return points (N, 2)."""
     angle = np.linspace(0, 2 * np.pi, count, endpoint=False)
     return np.stack([center[0] + radius * np.cos(angle), center[1] + radius * np.sin(angle)], axis=1)
+
+
+@pytest.mark.parametrize(
+    "turn", [(1, 0, 0, 0, 1, 0), (-1, 0, 0, 0, -1, 0), (-1, 0, 0, 0, 1, 0), (1, 0, 0, 0, 0, 1), (0, 1, 0, 1, 0, 0)]
+)
+def test_mask_drawn_as_a_picture_is_turned_with_its_image(turn: tuple[int, ...], tmp_path: Path) -> None:
+    """A patient may lie prone, as for most MR images of the breast: then the plane is not the stored picture."""
+    stored = np.zeros((12, 16), np.uint8)
+    stored[1:4, 2:7] = 200
+    Image.fromarray((stored > 0).astype(np.uint8)).save(tmp_path / "m.png")
+    item = Item(dicoms.save(dicoms.placed(stored, (0, 0, 0), turn), tmp_path / "a.dcm"), tmp_path / "m.png")
+    assert np.array_equal(read_image(item)[..., 0] > 0, read_labels(item).values > 0)
+    read_sample(item, {"lesion": [1]}, 16)  # raises for a mask of another size
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -257,8 +268,7 @@ def test_holes_are_left_out_however_they_are_drawn(wide: Path) -> None:
 @pytest.mark.parametrize("plane", [0.5, 3, -1])
 def test_a_contour_on_no_plane_is_refused(plane: float, wide: Path) -> None:
     dicoms.save(dicoms.outlines({"GTV": [placed(circle(3), plane)]}), wide / "rt")
-    with pytest.raises(DataError, match="'GTV' has a contour on no plane of its image"):
-        labels(wide / "rt").where(["GTV"])
+    refused("'GTV' has a contour on no plane of its image", labels(wide / "rt").where, ["GTV"])
 
 
 def couch_and_lesion() -> Dataset:
@@ -278,8 +288,7 @@ def test_a_structure_is_read_whatever_the_others_are(name: str, wide: Path) -> N
     assert np.array_equal(found.where([name])[:, :, 1], filled(circle(4)))
     assert not found.where(["empty", "blank"]).any()
     assert found.where(["empty"]).shape == found.where(["no such"]).shape == (20, 22, 3)
-    with pytest.raises(DataError, match="structure 'Couch' has a contour on no plane of its image"):
-        found.where(["couch"])
+    refused("structure 'Couch' has a contour on no plane of its image", found.where, ["couch"])
 
 
 def test_a_structure_of_broken_numbers_is_alone_refused(wide: Path) -> None:
@@ -287,8 +296,7 @@ def test_a_structure_of_broken_numbers_is_alone_refused(wide: Path) -> None:
     made.ROIContourSequence[1].ContourSequence[0].ContourData = ["1", "2"]
     dicoms.save(made, wide / "rt")
     assert labels(wide / "rt").where(["lesion"]).any()
-    with pytest.raises(DataError, match="structure 'odd' "):
-        labels(wide / "rt").where(["odd"])
+    refused("structure 'odd' ", labels(wide / "rt").where, ["odd"])
 
 
 def test_check_lists_structures_that_nobody_asks_for(wide: Path) -> None:
@@ -322,5 +330,4 @@ def test_points_enclose_nothing(wide: Path) -> None:
 def test_contours_need_an_image_that_lies_somewhere(tmp_path: Path) -> None:
     dicoms.save(dicoms.image(PLANES[0]), tmp_path / "ct")
     dicoms.save(dicoms.outlines({"GTV": [placed(circle(3), 0)]}), tmp_path / "rt")
-    with pytest.raises(DataError, match="its image does not say where it lies"):
-        labels(tmp_path / "rt")
+    refused("its image does not say where it lies", labels, tmp_path / "rt")

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
+from tests.conftest import refused
 from tests.data import dicoms  # skips where the extra is missing
 
 from PIL import Image  # isort: skip
@@ -109,23 +110,19 @@ def test_segments_are_lists_and_lines(kind: str, bits: int, times: int, big: boo
 )
 def test_other_segments_are_refused(segments: list[int], count: int, tmp_path: Path) -> None:
     made = palette(dict.fromkeys(TABLE, np.array(segments, np.uint16)), (count, 0, 16), segmented=True)
-    with pytest.raises(DataError, match=r"its palette declares \d colours and contains a different number.*; save it as RGB"):
-        shown(made, tmp_path)
+    refused(r"its palette declares \d colours and contains a different number.*; save it as RGB", shown, made, tmp_path)
 
 
 def test_broken_palettes_are_refused_in_plain_words(tmp_path: Path) -> None:
     made = palette(tables("u2"), (4, 0, 16))
     del made.GreenPaletteColorLookupTableDescriptor
-    with pytest.raises(DataError, match="its palette has no descriptor of green; save it as RGB"):
-        shown(made, tmp_path)
+    refused("its palette has no descriptor of green; save it as RGB", shown, made, tmp_path)
     made = palette(tables("u1"), (9, 0, 16))
-    with pytest.raises(DataError, match="its palette declares 9 colours and contains a different number"):
-        shown(made, tmp_path)
+    refused("its palette declares 9 colours and contains a different number", shown, made, tmp_path)
     made = palette(tables("u2"), (4, 0, 16))
     made.RedPaletteColorLookupTableDescriptor = [2, 0, 16]
     made["RedPaletteColorLookupTableDescriptor"].VR = "US"
-    with pytest.raises(DataError, match="its palette has 2, 4, 4 reds, greens and blues"):
-        shown(made, tmp_path)
+    refused("its palette has 2, 4, 4 reds, greens and blues", shown, made, tmp_path)
 
 
 # decoders -----------------------------------------------------------------------------------------------------------------
@@ -198,16 +195,13 @@ def test_a_frame_that_no_decoder_reads_is_named_in_plain_words(tmp_path: Path) -
 def test_a_jpeg_of_12_bits_and_a_parametric_map_are_plain_lines(bits: int, tmp_path: Path) -> None:
     made = dicoms.image(STORED, BitsStored=bits, HighBit=bits - 1)
     path = dicoms.save(dicoms.compressed(made, uid.JPEGExtended12Bit, [b"\xff\xd8\xff\xd9"]), tmp_path / "a.dcm")
-    with pytest.raises(DataError, match=f"is a JPEG of {bits} bits, which is not read; save it as JPEG 2000"):
-        volumes.voxels(path)
+    refused(f"is a JPEG of {bits} bits, which is not read; save it as JPEG 2000", volumes.voxels, path)
     made = dicoms.image(STORED)
     made.SOPClassUID, made.FloatPixelData = uid.ParametricMapStorage, STORED.astype(np.float32).tobytes()
     del made.PixelData, made.BitsStored, made.HighBit, made.PixelRepresentation
-    with pytest.raises(DataError, match="is a parametric map, which is not read; save it as NIfTI"):
-        volumes.voxels(dicoms.save(made, tmp_path / "b.dcm"))
+    refused("is a parametric map, which is not read; save it as NIfTI", volumes.voxels, dicoms.save(made, tmp_path / "b.dcm"))
 
 
 def test_a_dose_is_refused_because_its_scale_is_not_read(tmp_path: Path) -> None:
     made = dicoms.image(STORED.astype(np.uint32), SOPClassUID=uid.RTDoseStorage, DoseGridScaling="0.001")
-    with pytest.raises(DataError, match="is a dose, which is not read; save it as NIfTI"):
-        volumes.voxels(dicoms.save(made, tmp_path / "a.dcm"))
+    refused("is a dose, which is not read; save it as NIfTI", volumes.voxels, dicoms.save(made, tmp_path / "a.dcm"))

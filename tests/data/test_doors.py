@@ -11,12 +11,9 @@ from consilium.data.class_checks import doubtful_name_findings
 from consilium.data.importers.base import Options
 from consilium.data.pairs import parse
 from consilium.federation.site_names import site_names
-from tests.conftest import JOBS, run
+from tests.conftest import JOBS, Capture, Patch, run
 from tests.data.hospitals import command, drawn, hospital, photo, said
 from tests.data.importing import import_set
-
-Patch = pytest.MonkeyPatch
-Capture = pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
@@ -217,9 +214,7 @@ def test_two_spellings_of_a_class_are_noted_wherever_classes_are(tmp_path: Path,
         assert f"1 x {empty}" in told_too
 
 
-def test_masks_beside_pictures_that_are_not_read_are_no_class(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_masks_beside_pictures_that_are_not_read_are_no_class(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     drawn(tmp_path / "a" / "masks" / "0.png", 255)
     (tmp_path / "a" / "images").mkdir()
     (tmp_path / "a" / "images" / "0.webp").write_bytes(b"RIFF")

@@ -2,12 +2,10 @@
 
 from pathlib import Path
 
-import pytest
-
 from consilium.config.site import Given, find_site, is_site_folder
-from consilium.core.errors import DataError
 from consilium.data.datalist import read_datalist
 from consilium.data.folders import has_classes, walk_folders
+from tests.conftest import refused
 
 
 def fill(folder: Path, *files: str) -> Path:
@@ -32,8 +30,7 @@ def test_without_splits_all_is_training(tmp_path: Path) -> None:
 
 
 def test_no_pictures_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no pictures in folders of classes there; lay it out as"):
-        read_datalist(fill(tmp_path, "a.png", "a/notes.txt"))
+    refused("no pictures in folders of classes there; lay it out as", read_datalist, fill(tmp_path, "a.png", "a/notes.txt"))
 
 
 def test_a_site_may_be_such_a_folder_but_a_split_is_no_site(tmp_path: Path) -> None:

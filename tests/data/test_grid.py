@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from nibabel.processing import resample_from_to
 
-from consilium.core.errors import DataError
 from consilium.data import volumes
 from consilium.data.check_samples import check_sample
 from consilium.data.datalist import DataList, Item, read_datalist
@@ -17,6 +16,7 @@ from consilium.data.grid import Grid, grid_difference, resample_labels
 from consilium.data.images import read_image, read_labels, read_sample
 from consilium.data.planes_and_tiles import expand
 from consilium.data.settings import Axis, PictureSettings
+from tests.conftest import refused
 
 ORIENTATIONS = [
     "".join(code)
@@ -128,8 +128,7 @@ def test_a_mask_on_another_grid_is_refused_or_resampled(tmp_path: Path) -> None:
     image = write(tmp_path, stored("RAS"))
     mask = write(tmp_path, stored("LPI"), "m.nii.gz")  # the same body, stored otherwise
     item, classes = Item(image, mask, 2, "axial"), {"all": list(range(1, 256))}
-    with pytest.raises(DataError, match=r"m\.nii\.gz: the mask's grid differs from its image's .*; set task.resample_masks"):
-        read_sample(item, classes, 32)
+    refused(r"m\.nii\.gz: the mask's grid differs from its image's .*; set task.resample_masks", read_sample, item, classes, 32)
     labels = read_labels(item, PictureSettings(resample_masks=True))
     assert np.array_equal(labels.values, seen("axial", 2))
 

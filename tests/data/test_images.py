@@ -13,6 +13,7 @@ from consilium.core.seeding import seed_for
 from consilium.data import pictures
 from consilium.data.datalist import Item
 from consilium.data.images import augment, read_image, read_sample
+from tests.conftest import refused
 from tests.data.importing import read_mask
 
 CLASSES = {"disc": [1, 2], "cup": [2]}
@@ -75,14 +76,11 @@ def test_bad_masks_are_named(tmp_path: Path) -> None:
         read_sample(save(tmp_path, scene(), np.full((20, 30), 255, np.uint8)), CLASSES, 32)
     with pytest.raises(DataError, match=r"mask has colours, such as \(9, 0, 0\)"):
         read_sample(save(tmp_path, scene(), np.full((20, 30, 3), (9, 0, 0), np.uint8)), CLASSES, 32)
-    with pytest.raises(DataError, match='has no "label"'):
-        read_sample(Item(tmp_path / "i.png", None), CLASSES, 32)
+    refused('has no "label"', read_sample, Item(tmp_path / "i.png", None), CLASSES, 32)
     nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4, 4), np.uint8), np.eye(4)), tmp_path / "v.nii")
-    with pytest.raises(DataError, match='has 4 planes; name one by "slice"'):
-        read_image(tmp_path / "v.nii")
+    refused('has 4 planes; name one by "slice"', read_image, tmp_path / "v.nii")
     (tmp_path / "broken.png").write_bytes(b"no picture")
-    with pytest.raises(DataError, match=r"broken\.png: image cannot be read"):
-        read_image(tmp_path / "broken.png")
+    refused(r"broken\.png: image cannot be read", read_image, tmp_path / "broken.png")
 
 
 def random_bytes(side: int, seed: int) -> dict[str, np.ndarray]:
@@ -152,8 +150,7 @@ def test_pictures_are_turned_as_their_tag_says(name: str, options: dict[str, str
     Image.fromarray(stored).save(tmp_path / name, exif=tag, **options)
     if name == "x.tif" and not options and orientation >= 5:  # PIL scrambles these
         for look in (pictures.read, pictures.picture_shape):
-            with pytest.raises(DataError, match="uncompressed TIFF that its orientation tag lays on its side; save it upright"):
-                look(tmp_path / name)
+            refused("uncompressed TIFF that its orientation tag lays on its side; save it upright", look, tmp_path / name)
         return
     expected = UPRIGHT[orientation](stored)
     assert np.array_equal(pictures.read(tmp_path / name), expected)
@@ -173,10 +170,8 @@ def test_nifti_planes_are_anatomical_whatever_their_storage(axes: tuple[int, int
     assert (row, column) == (2, 4)
     mask = read_mask(tmp_path / "v.nii.gz", 1)
     assert mask[2, 4] == 100
-    with pytest.raises(DataError, match='has 4 planes; name one by "slice"'):
-        read_image(tmp_path / "v.nii.gz")
-    with pytest.raises(DataError, match="slice 9 is outside"):
-        read_image(Item(tmp_path / "v.nii.gz", None, 9))
+    refused('has 4 planes; name one by "slice"', read_image, tmp_path / "v.nii.gz")
+    refused("slice 9 is outside", read_image, Item(tmp_path / "v.nii.gz", None, 9))
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.float32])
@@ -185,5 +180,4 @@ def test_tiff_of_many_bits_with_white_zero_is_refused(dtype: type, tmp_path: Pat
     made.save(tmp_path / "x.tif", tiffinfo={262: 0})
     with Image.open(tmp_path / "x.tif") as opened:
         assert opened.tag_v2[262] == 0  # type: ignore[attr-defined]
-    with pytest.raises(DataError, match="of which 0 is white, which is not read; save it with 0 as black"):
-        read_image(tmp_path / "x.tif")
+    refused("of which 0 is white, which is not read; save it with 0 as black", read_image, tmp_path / "x.tif")

@@ -13,7 +13,7 @@ from consilium.data.importers.base import ImportResult, Options, SourceSample, m
 from consilium.data.importers.published_pictures import KVASIR_V2, OCT_C8
 from consilium.data.importers.registry import IMPORTERS
 from consilium.data.partition import partition
-from tests.conftest import run
+from tests.conftest import Capture, Patch, refused, run
 from tests.data.importing import (
     INNER,
     OUTER,
@@ -81,11 +81,9 @@ def test_polyp_frames_of_a_video_stay_together(polyps: Path, tmp_path: Path) -> 
 def test_polyp_set_alone_and_broken(polyps: Path, tmp_path: Path) -> None:
     assert list(run_import("polyp", polyps / "CVC-ColonDB", tmp_path / "one")["sites"]) == ["cvc-colondb"]
     (polyps / "CVC-ColonDB/masks/7.png").unlink()
-    with pytest.raises(DataError, match=r"7\.png: expected a mask named 7; found none among 19"):
-        import_set("polyp", polyps, tmp_path / "out")
+    refused(r"7\.png: expected a mask named 7; found none among 19", import_set, "polyp", polyps, tmp_path / "out")
     unknown = (polyps / "Kvasir-SEG/Kvasir-SEG").rename(polyps.parent / "unknown")
-    with pytest.raises(DataError, match=r"expected folders Kvasir-SEG .*; found images/, masks/$"):
-        import_set("polyp", unknown, tmp_path / "out")
+    refused(r"expected folders Kvasir-SEG .*; found images/, masks/$", import_set, "polyp", unknown, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -131,8 +129,7 @@ def test_fundus_encodings_all_become_rim_and_cup(fundus: Path, tmp_path: Path) -
 
 def test_fundus_broken(fundus: Path, tmp_path: Path) -> None:
     mask(fundus / "REFUGE/GT-Val/Disc_Cup_Masks/V0001.bmp", {77: OUTER}, fill=255)
-    with pytest.raises(DataError, match=r"expected 0 \(cup\), 128 \(rim\) and 255 \(background\); found 77"):
-        import_set("fundus", fundus, tmp_path / "out")
+    refused(r"expected 0 \(cup\), 128 \(rim\) and 255 \(background\); found 77", import_set, "fundus", fundus, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (tmp_path / "mat/ORIGA/Images").mkdir(parents=True)
     with pytest.raises(
@@ -140,8 +137,7 @@ def test_fundus_broken(fundus: Path, tmp_path: Path) -> None:
     ):
         import_set("fundus", tmp_path / "mat", tmp_path / "out")
     mask(fundus / "ORIGA/Masks/003.png", {128: OUTER})
-    with pytest.raises(DataError, match=r"003\.png: expected one channel of 0, 1, 2; found other"):
-        import_set("fundus", fundus / "ORIGA", tmp_path / "out")
+    refused(r"003\.png: expected one channel of 0, 1, 2; found other", import_set, "fundus", fundus / "ORIGA", tmp_path / "out")
 
 
 def test_kvasir_is_split_class_by_class_and_can_be_shared_out(tmp_path: Path) -> None:
@@ -170,13 +166,10 @@ def test_oct_keeps_the_published_splits_and_names_what_is_missing(tmp_path: Path
     assert found["sites"] == {"oct-c8": {"training": 24, "validation": 8, "test": 16}}
     assert {item.image.parent.parent.name for item in splits_of(tmp_path / "out", "oct-c8", True)["test"]} == {"test"}
     (source / "val").rename(source / "dev")
-    with pytest.raises(DataError, match=r"expected train/, val/ and test/ .*; found dev/, test/, train/"):
-        import_set("oct-c8", source, tmp_path / "bad")
+    refused(r"expected train/, val/ and test/ .*; found dev/, test/, train/", import_set, "oct-c8", source, tmp_path / "bad")
 
 
-def test_what_cannot_be_is_refused_and_a_failure_leaves_nothing(
-    polyps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_is_refused_and_a_failure_leaves_nothing(polyps: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     import_set("polyp", polyps, tmp_path / "out")
     before = tree(tmp_path / "out")
     for problem, error, name, options in (
@@ -185,14 +178,10 @@ def test_what_cannot_be_is_refused_and_a_failure_leaves_nothing(
         ("expected shares of at least 0 that sum to less than 1", ConfigError, "polyp", Options(validation=0.5, test=0.5)),
         ("--exact-values: polyp does not take it", ConfigError, "polyp", Options(exact_values=True)),
     ):
-        with pytest.raises(error, match=problem):
-            import_set(name, polyps, tmp_path / "out", options)
-    with pytest.raises(DataError, match="61 sites need as many patients; the set has"):
-        import_set("polyp", polyps, tmp_path / "x", Options(sites=61))
-    with pytest.raises(DataError, match="no site is left with 99 samples"):
-        import_set("polyp", polyps, tmp_path / "x", Options(minimum=99))
-    with pytest.raises(DataError, match="no such folder; expected folders Kvasir-SEG"):
-        import_set("polyp", tmp_path / "none", tmp_path / "x")
+        refused(problem, import_set, name, polyps, tmp_path / "out", options, error=error)
+    refused("61 sites need as many patients; the set has", import_set, "polyp", polyps, tmp_path / "x", Options(sites=61))
+    refused("no site is left with 99 samples", import_set, "polyp", polyps, tmp_path / "x", Options(minimum=99))
+    refused("no such folder; expected folders Kvasir-SEG", import_set, "polyp", tmp_path / "none", tmp_path / "x")
     assert tree(tmp_path / "out") == before
     assert not (tmp_path / "x").exists()
     (tmp_path / "kept").mkdir()
@@ -204,8 +193,7 @@ def test_what_cannot_be_is_refused_and_a_failure_leaves_nothing(
     monkeypatch.setitem(
         published_pictures.SETS, "polyp", registry.Importer("", lambda source, options: ImportResult(bad, {"a": [1]}))
     )
-    with pytest.raises(DataError, match="broken"):
-        import_set("polyp", polyps, tmp_path / "kept")
+    refused("broken", import_set, "polyp", polyps, tmp_path / "kept")
     assert list(tree(tmp_path / "kept")) == ["notes.txt"]
 
 
@@ -214,7 +202,7 @@ def _fail() -> np.ndarray:
 
 
 def test_the_command_lists_imports_and_fails_in_one_line(
-    polyps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    polyps: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     assert run(monkeypatch, "data", "import", "--list", "--format", "json") == 0
     assert list(json.loads(capsys.readouterr().out)) == list(IMPORTERS)

@@ -12,7 +12,7 @@ import pytest
 from consilium.core.errors import ConfigError, ConsiliumError, DataError
 from consilium.data.importers.base import Options
 from consilium.data.importers.table import open_table
-from tests.conftest import run
+from tests.conftest import Capture, Patch, refused, run
 from tests.data.importing import groups_apart, picture, run_import, splits_of
 
 SMEARS = (("Süd", "1", "burr"), ("Süd", "2", "burr"), ("Süd", "3", "target"), ("b", "1", "target"))
@@ -52,7 +52,7 @@ def test_published_splits_stay_and_without_sites_there_is_one_list(tmp_path: Pat
     assert "names no patients" in told["notes"][1]
 
 
-def test_file_is_found_by_name_among_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_found_by_name_among_many(tmp_path: Path, monkeypatch: Patch) -> None:
     path = table(tmp_path, [("z/a.png", "x")], "image,label")
     path.write_text("image,label\na.png,x\n")
     others = [tmp_path / f"b/{number}.png" for number in range(20_000)]
@@ -84,13 +84,7 @@ def test_a_file_whose_name_is_in_the_other_form_is_found(tmp_path: Path) -> None
             "no column 'label'; there are file, kind; write --column label=kind$",
         ),
         ("image,label", [("a.png", "x")], {"site": "s"}, ConfigError, "no column 's'; there are image, label"),
-        (
-            "image,label",
-            [("a.png", "x")],
-            {"lable": "s"},
-            ConfigError,
-            "'lable': expected one of .*did you mean 'label'",
-        ),
+        ("image,label", [("a.png", "x")], {"lable": "s"}, ConfigError, "'lable': expected one of .*did you mean 'label'"),
         ("image,label", [], {}, DataError, "has no line below its headings"),
         ("image,label", [("a.png", "")], {}, DataError, "column 'label' is empty; give a line per picture"),
         ("image,label,split", [("a.png", "x", "dev")], {}, DataError, "line 2: split 'dev' is none of training, validation"),
@@ -117,8 +111,7 @@ def test_one_line_for_what_is_wrong(
     path = table(tmp_path / "raw", rows or [("a.png", "x")], heading)
     if not rows:
         path.write_text(heading)
-    with pytest.raises(error, match=message):
-        run_import("csv", path, tmp_path / "lists", columns=columns)
+    refused(message, run_import, "csv", path, tmp_path / "lists", columns=columns, error=error)
     assert not (tmp_path / "lists").exists()
 
 
@@ -131,17 +124,13 @@ def test_what_is_no_table(tmp_path: Path) -> None:
         (b"image,label\n" + b"x" * 1_100_000, "manifest.csv:2: a record has at most 1,048,576 characters; cut it up"),
     ):
         path.write_bytes(text)
-        with pytest.raises(ConsiliumError, match=message):
-            run_import("csv", path, tmp_path / "lists")
-    with pytest.raises(DataError, match="no such file; expected a CSV file with a picture a line"):
-        run_import("csv", tmp_path, tmp_path / "lists")
+        refused(message, run_import, "csv", path, tmp_path / "lists", error=ConsiliumError)
+    refused("no such file; expected a CSV file with a picture a line", run_import, "csv", tmp_path, tmp_path / "lists")
     with pytest.raises(ConfigError, match="--column: own does not take it; leave it out"):
         run_import("own", tmp_path, tmp_path / "lists", columns={"image": "x"})
 
 
-def test_the_command_and_a_partition_of_nobodys_pictures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_and_a_partition_of_nobodys_pictures(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     path = table(tmp_path / "raw", ROWS)
     words = ["data", "import", "csv", path, tmp_path / "lists", "--column", "image=file", "--column", "label=class"]
     assert run(monkeypatch, *words, "--sites", 1, "--test", 0, "--validation", 0) == 0
@@ -191,8 +180,7 @@ def test_lines_without_a_value_are_left_out_and_told(tmp_path: Path) -> None:
 
 
 def test_an_error_names_the_line_that_an_editor_shows(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"line 4: image 'gone\.png': no such file"):
-        imported(tmp_path, "sep=,\nimage,label\na.png,x\ngone.png,y\n")
+    refused(r"line 4: image 'gone\.png': no such file", imported, tmp_path, "sep=,\nimage,label\na.png,x\ngone.png,y\n")
 
 
 @pytest.mark.parametrize(
@@ -206,8 +194,7 @@ def test_no_picture_and_no_column_is_lost_to_the_headings(text: str, why: str, t
     for number in range(2):
         picture(tmp_path / f"{number}.png")
     (tmp_path / "t.csv").write_text(text)
-    with pytest.raises(DataError, match=re.escape(why)):
-        run_import("csv", tmp_path / "t.csv", tmp_path / "out")
+    refused(re.escape(why), run_import, "csv", tmp_path / "t.csv", tmp_path / "out")
 
 
 def test_a_line_with_more_cells_than_headings_is_no_other_site(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 from PIL import Image, ImageFilter
 
 from consilium.core.errors import DataError
+from tests.conftest import refused
 from tests.data.importing import (
     INNER,
     OUTER,
@@ -61,17 +62,14 @@ def test_rim_one_in_one_folder_and_by_hospital_alone(tmp_path: Path) -> None:
 def test_rim_one_broken(tmp_path: Path) -> None:
     source = rim_one(tmp_path / "set")
     (source / DRAWINGS / "normal/r1_Im004-1-Cup-T.png").unlink()
-    with pytest.raises(DataError, match=r"expected a drawing named r1_Im004-1-Cup-T; found none among 9"):
-        import_set("fundus", source, tmp_path / "out")
+    refused(r"expected a drawing named r1_Im004-1-Cup-T; found none among 9", import_set, "fundus", source, tmp_path / "out")
     for drawing in (source / DRAWINGS).rglob("*.png"):
         drawing.unlink()
-    with pytest.raises(DataError, match=r"expected \*-Disc-T\.png; found contours \(\*\.txt\) only"):
-        import_set("fundus", source, tmp_path / "out")
+    refused(r"expected \*-Disc-T\.png; found contours \(\*\.txt\) only", import_set, "fundus", source, tmp_path / "out")
     (source / IMAGES / "partitioned_randomly").rename(source / IMAGES / "all")
     (source / IMAGES / "all/test_set").rename(source / IMAGES / "all/tests")
     (source / IMAGES / "partitioned_by_hospital").rename(source / "elsewhere")
-    with pytest.raises(DataError, match=r"expected partitioned_randomly/ or partitioned_by_hospital/"):
-        import_set("fundus", source, tmp_path / "out")
+    refused(r"expected partitioned_randomly/ or partitioned_by_hospital/", import_set, "fundus", source, tmp_path / "out")
 
 
 def smooth(path: Path, name: str) -> None:

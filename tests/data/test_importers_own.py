@@ -13,7 +13,7 @@ from consilium.config.site import Given, find_site
 from consilium.core.errors import DataError
 from consilium.data.datalist import read_datalist
 from consilium.data.importers.base import Options
-from tests.conftest import run
+from tests.conftest import Capture, Patch, refused, run
 from tests.data.importing import import_set
 
 
@@ -127,8 +127,7 @@ UNKNOWN = [
 @pytest.mark.parametrize(("why", "pictures"), UNKNOWN)
 def test_folders_that_may_be_classes_with_patients_are_asked_for(why: str, pictures: list[str], tmp_path: Path) -> None:
     put_class(tmp_path / "raw", *pictures)
-    with pytest.raises(DataError, match=f"{why}.*--patient-folders reads them so"):
-        import_set("own", tmp_path / "raw", tmp_path / "lists")
+    refused(f"{why}.*--patient-folders reads them so", import_set, "own", tmp_path / "raw", tmp_path / "lists")
     for patients, sites in ((True, ["raw"]), (False, list(KINDS))):
         told = import_set("own", tmp_path / "raw", tmp_path / f"{patients}", Options(patient_folders=patients))
         assert list(told["sites"]) == sites
@@ -137,8 +136,7 @@ def test_folders_that_may_be_classes_with_patients_are_asked_for(why: str, pictu
 
 def test_a_class_without_folders_of_patients_is_not_left_out(tmp_path: Path) -> None:
     put_class(tmp_path / "raw", *layout(("BENIGN",), ("001", "002")), *layout(("MALIGN",)))
-    with pytest.raises(DataError, match="write which: --patient-folders"):
-        import_set("own", tmp_path / "raw", tmp_path / "lists")
+    refused("write which: --patient-folders", import_set, "own", tmp_path / "raw", tmp_path / "lists")
     with pytest.raises(DataError, match="not every folder has a folder for each patient"):
         import_set("own", tmp_path / "raw", tmp_path / "lists", Options(patient_folders=True))
 
@@ -147,8 +145,7 @@ def test_a_class_without_folders_of_patients_is_not_left_out(tmp_path: Path) -> 
 def test_patients_with_folders_of_classes_are_one_site(names: tuple[str, ...], tmp_path: Path) -> None:
     put_class(tmp_path / "raw", *(f"{n}/{kind}/{i}.png" for n in names for kind in ("cut", "whole") for i in "12"))
     if names[0].isdecimal():
-        with pytest.raises(DataError, match="write which: --patient-folders makes one site"):
-            import_set("own", tmp_path / "raw", tmp_path / "lists")
+        refused("write which: --patient-folders makes one site", import_set, "own", tmp_path / "raw", tmp_path / "lists")
     told = import_set("own", tmp_path / "raw", tmp_path / "lists", Options(patient_folders=True))
     assert (list(told["sites"]), told["classes"]) == (["raw"], ["cut", "whole"])
     found = json.loads((tmp_path / "lists/raw/datalist.json").read_text())
@@ -161,8 +158,7 @@ def test_numbered_patients_below_splits_and_sites_are_read_when_said(above: str,
     named = [f"{place}{kind}/{n}/{i}.png" for place in (above, also) for kind in "ab" for n in ("001", "002") for i in "12"]
     put_class(tmp_path / "raw", *named)
     if above != "north/train/":
-        with pytest.raises(DataError, match="--patient-folders reads them so"):
-            import_set("own", tmp_path / "raw", tmp_path / "lists")
+        refused("--patient-folders reads them so", import_set, "own", tmp_path / "raw", tmp_path / "lists")
     told = import_set("own", tmp_path / "raw", tmp_path / "lists", Options(patient_folders=True))
     assert told["classes"] == ["a", "b"]
     lists = [json.loads(path.read_text()) for path in (tmp_path / "lists").rglob("datalist.json")]
@@ -200,8 +196,7 @@ def test_ignored_pixels_are_never_a_class(labels: tuple[dict[str, int | str], ..
     for site, own in zip(("north", "south"), labels, strict=False):
         put(tmp_path / "raw", site, "1", (0, 1, 2))
         (tmp_path / "raw" / site / "dataset.json").write_text(json.dumps({"labels": own}))
-    with pytest.raises(DataError, match="2 'ignore'"):
-        import_set("own", tmp_path / "raw", tmp_path / "lists")
+    refused("2 'ignore'", import_set, "own", tmp_path / "raw", tmp_path / "lists")
 
 
 def test_grades_are_classes(tmp_path: Path) -> None:
@@ -227,14 +222,12 @@ def test_pictures_beside_folders_of_classes_are_told(tmp_path: Path) -> None:
     told = import_set("own", tmp_path / "raw", tmp_path / "lists")
     assert [note for note in told["notes"] if note.startswith("n: 1 pictures lie in no folder of a class")]
     put_class(tmp_path / "raw", *(f"n/loose{i}.png" for i in range(4)))
-    with pytest.raises(DataError, match="5 pictures lie in no folder of a class"):
-        import_set("own", tmp_path / "raw", tmp_path / "again")
+    refused("5 pictures lie in no folder of a class", import_set, "own", tmp_path / "raw", tmp_path / "again")
 
 
 def test_splits_beside_another_folder_are_no_sites(tmp_path: Path) -> None:
     put_class(tmp_path / "raw", *layout(("train", "dev", "test"), ("a", "b")))
-    with pytest.raises(DataError, match="test is called after a split, and dev beside it is not"):
-        import_set("own", tmp_path / "raw", tmp_path / "lists")
+    refused("test is called after a split, and dev beside it is not", import_set, "own", tmp_path / "raw", tmp_path / "lists")
 
 
 def test_folds_are_no_sites(tmp_path: Path) -> None:
@@ -321,8 +314,7 @@ def test_a_lone_validation_folder_is_refused_with_its_remedy(tmp_path: Path) -> 
 
 def test_a_split_beside_another_folder_is_not_lone(tmp_path: Path) -> None:
     put_class(tmp_path / "kinds", *layout(("north", "south"), ("normal", "test")))
-    with pytest.raises(DataError, match="expected a folder per site"):
-        import_set("own", tmp_path / "kinds", tmp_path / "lists")
+    refused("expected a folder per site", import_set, "own", tmp_path / "kinds", tmp_path / "lists")
     put_class(tmp_path / "raw", *layout(("north", "south"), ("train",), KINDS), "north/test/1.png", "south/test/1.png")
     told = import_set("own", tmp_path / "raw", tmp_path / "lists", Options(validation=0, test=0.5))
     assert not any("is taken as" in note for note in told["notes"])
@@ -337,9 +329,7 @@ def test_nnunets_training_folders_alone_are_split(tmp_path: Path) -> None:
     assert import_set("own", tmp_path / "raw", tmp_path / "lists")["sites"]["raw"] == dict(training=7, validation=1, test=2)
 
 
-def test_all_pictures_may_be_tested(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_pictures_may_be_tested(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     for number in range(3):
         put(tmp_path / "raw", "ward", f"{number}")
     shares = ("--validation", 0, "--test", 1)
@@ -370,5 +360,4 @@ def test_linked_folders_of_images_and_masks_are_no_classes(links: tuple[str, ...
         (tmp_path / "raw" / "a" / name).rename(tmp_path / name)
         (tmp_path / "raw" / "a" / name).symlink_to(tmp_path / name)
     assert import_set("own", tmp_path / "raw", tmp_path / "lists")["classes"] == {"object": [255]}
-    with pytest.raises(DataError, match="holds pictures beside their masks, and no folders of classes"):
-        read_datalist(tmp_path / "raw" / "a")
+    refused("holds pictures beside their masks, and no folders of classes", read_datalist, tmp_path / "raw" / "a")

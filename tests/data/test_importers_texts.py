@@ -14,6 +14,7 @@ from consilium.data.check import check_texts
 from consilium.data.datalist import SPLITS
 from consilium.data.importers.base import Options
 from consilium.data.text import Text, read_texts
+from tests.conftest import refused
 from tests.data.importing import import_set
 from tests.data.writing import write
 
@@ -62,12 +63,10 @@ def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"train\.jsonl:1: expected an answer with its result behind ####; found 'b'"):
         import_set("gsm8k", tmp_path, tmp_path / "out")
     write(tmp_path, "train.jsonl", "{")
-    with pytest.raises(DataError, match=r"train\.jsonl:1: not valid JSON"):
-        import_set("gsm8k", tmp_path, tmp_path / "out")
+    refused(r"train\.jsonl:1: not valid JSON", import_set, "gsm8k", tmp_path, tmp_path / "out")
     write(tmp_path, "train.jsonl", {"question": "a \ud800", "answer": "b #### 1"})
     write(tmp_path, "test.jsonl", {"question": "c", "answer": "b #### 1"})
-    with pytest.raises(DataError, match=r"half a character"):
-        import_set("gsm8k", tmp_path, tmp_path / "out")
+    refused(r"half a character", import_set, "gsm8k", tmp_path, tmp_path / "out")
     (tmp_path / "train.jsonl").unlink()
     with pytest.raises(
         DataError, match=r"expected train\.jsonl and test\.jsonl with question and answer.*; found test\.jsonl$"
@@ -153,8 +152,7 @@ def test_medquads_sources_are_sites_and_empty_answers_are_left_out(tmp_path: Pat
     assert not pages["training"] & pages["test"]
     assert not pages["training"] & pages["validation"]
     (source / "1_CancerGov_QA/0000001_1.xml").write_text("<Document>")
-    with pytest.raises(DataError, match=r"0000001_1\.xml: expected XML of QAPairs; found otherwise"):
-        import_set("medquad", source, tmp_path / "bad")
+    refused(r"0000001_1\.xml: expected XML of QAPairs; found otherwise", import_set, "medquad", source, tmp_path / "bad")
     (source / "1_CancerGov_QA/0000001_1.xml").write_text('<!DOCTYPE D [<!ENTITY a "b">]><D>&a;</D>')
     with pytest.raises(DataError, match=r"0000001_1\.xml: .*declares a document type.*; give the publisher's file"):
         import_set("medquad", source, tmp_path / "bad")
@@ -162,8 +160,7 @@ def test_medquads_sources_are_sites_and_empty_answers_are_left_out(tmp_path: Pat
     with pytest.raises(DataError, match=r"0000001_1\.xml: .*nested over 64 deep.*; give the publisher's file"):
         import_set("medquad", source, tmp_path / "bad")
     (source / "1_CancerGov_QA/0000001_1.xml").write_text("<D>" + " " * 2**22 + "</D>")
-    with pytest.raises(DataError, match=r"0000001_1\.xml: .*; give the publisher's file"):
-        import_set("medquad", source, tmp_path / "bad")
+    refused(r"0000001_1\.xml: .*; give the publisher's file", import_set, "medquad", source, tmp_path / "bad")
     with pytest.raises(DataError, match=r"expected folders such as 1_CancerGov_QA .*; found other\.xml"):
         import_set("medquad", source / "QA-TestSet", tmp_path / "bad")
 
@@ -209,9 +206,10 @@ def test_e2e_references_of_one_input_become_outputs_of_the_test_split(tmp_path: 
     sheet(tmp_path / "devset.csv", [("a", "b")], ("MR", "text"))
     with pytest.raises(DataError, match=r"devset\.csv:2: expected mr \(str\), ref \(str\); found MR \(str\), text"):
         import_set("e2e", tmp_path, tmp_path / "bad")
-    (tmp_path / "devset.csv").write_text("mr,ref\n" + "a" * 200_000 + ",b\n")
-    with pytest.raises(DataError, match=r"devset\.csv:\d+: expected rows of CSV; found otherwise"):
-        import_set("e2e", tmp_path, tmp_path / "bad")
+    (tmp_path / "devset.csv").write_text("mr,ref\n" + "a" * 1_100_000 + ",b\n")
+    refused(r"devset\.csv:2: a record has at most 1,048,576 characters", import_set, "e2e", tmp_path, tmp_path / "bad")
+    (tmp_path / "devset.csv").write_text('mr,ref\n"' + ("a" * 1_000_000 + "\n") * 2 + '",b\n')
+    refused(r"devset\.csv:\d+: expected rows of CSV; found otherwise", import_set, "e2e", tmp_path, tmp_path / "bad")
 
 
 def test_boolq_is_true_or_false_about_a_passage(tmp_path: Path) -> None:
@@ -314,8 +312,7 @@ def test_options_become_letters_and_groups_stay_together(name: str, tmp_path: Pa
 )
 def test_a_bad_choice_is_named(name: str, label: dict[str, Any], message: str, tmp_path: Path) -> None:
     publish(tmp_path / "set", name, 2, **label)
-    with pytest.raises(DataError, match=message):
-        import_set(name, tmp_path / "set", tmp_path / "out")
+    refused(message, import_set, name, tmp_path / "set", tmp_path / "out")
 
 
 def test_labels_of_their_own_file_must_be_as_many(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from consilium.core.errors import ConfigError, DataError
 from consilium.data.datalist import pseudonym
 from consilium.data.importers.base import Options
-from tests.conftest import run
+from tests.conftest import Capture, Patch, refused, run
 from tests.data.importing import (
     OUTER,
     RNG,
@@ -98,8 +98,7 @@ def test_what_cannot_be_added_is_refused_in_one_line(tnbc: Path, monusac: Path, 
         import_set("monusac", monusac, dest, Options(rename={"tcga-a2": "../a"}), add=True)
     assert tree(dest) == before
     (dest / "import.json").unlink()
-    with pytest.raises(DataError, match=r"--add: expected an import\.json with its imports; found none"):
-        import_set("monusac", monusac, dest, add=True)
+    refused(r"--add: expected an import\.json with its imports; found none", import_set, "monusac", monusac, dest, add=True)
 
 
 def test_a_failure_while_adding_leaves_all_as_it_was(tnbc: Path, monusac: Path, tmp_path: Path) -> None:
@@ -108,8 +107,7 @@ def test_a_failure_while_adding_leaves_all_as_it_was(tnbc: Path, monusac: Path, 
     before = tree(dest)
     xml = sorted(monusac.rglob("*.xml"))[-1]
     xml.write_text("<Annotations>")
-    with pytest.raises(DataError, match="expected Aperio regions"):
-        import_set("monusac", monusac, dest, add=True)
+    refused("expected Aperio regions", import_set, "monusac", monusac, dest, add=True)
     assert tree(dest) == before
     assert sorted(p.name for p in dest.iterdir()) == ["import.json", "tnbc"]
 
@@ -153,7 +151,7 @@ def test_lists_name_patients_where_the_set_does(pannuke: Path, tnbc: Path, tmp_p
 
 
 def test_the_command_takes_sites_names_and_folders(
-    tnbc: Path, monusac: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tnbc: Path, monusac: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     dest = tmp_path / "out"
     assert run(monkeypatch, "data", "import", "tnbc", tnbc, dest) == 0

@@ -10,7 +10,6 @@ import pytest
 from PIL import Image, ImageDraw, ImageFilter
 
 from consilium.cli.data_lists import _check_data_set, find_data_sets
-from consilium.core.errors import DataError
 from consilium.data import volumes
 from consilium.data.check import check_datalist
 from consilium.data.check_report import Findings
@@ -18,6 +17,7 @@ from consilium.data.datalist import Item
 from consilium.data.pixel_values import is_anti_aliased
 from consilium.data.settings import DEFAULTS
 from consilium.report.page.data_pages import read_picture_or_plane
+from tests.conftest import refused
 from tests.data.importing import read_mask
 
 LESION = {"lesion": [1]}
@@ -107,8 +107,7 @@ def test_labels_of_a_scaled_mask_are_whole(slope: float, intercept: float, store
 
 def test_probabilities_are_no_labels(tmp_path: Path) -> None:
     volume(tmp_path / "m.nii", np.array([[[0.0], [0.25], [1.0]]], np.float32), None, np.eye(4))
-    with pytest.raises(DataError, match=r"such as 0.25: it is anti-aliased, or holds probabilities; save label values"):
-        read_mask(tmp_path / "m.nii")
+    refused(r"such as 0.25: it is anti-aliased, or holds probabilities; save label values", read_mask, tmp_path / "m.nii")
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,9 @@ from consilium.data.check import check_datalist
 from consilium.data.datalist import read_datalist
 from consilium.data.images import read_labels
 from consilium.data.importers.base import Options
+from tests.conftest import Capture, Patch, refused
 from tests.data.hospitals import SIDE, drawn, hospital, photo, said
 from tests.data.importing import import_set
-
-Patch, Capture = pytest.MonkeyPatch, pytest.CaptureFixture[str]
 
 
 def entries(lists: Path, site: str) -> list[dict[str, Any]]:
@@ -245,8 +244,7 @@ def test_masks_that_could_mean_several_things_are_refused(write: Any, why: str, 
     photo(tmp_path / "raw/a/images/0.png")
     (tmp_path / "raw/a/masks").mkdir()
     write(tmp_path / "raw/a/masks/0.png")
-    with pytest.raises(DataError, match=why):
-        import_set("own", tmp_path / "raw", tmp_path / "lists")
+    refused(why, import_set, "own", tmp_path / "raw", tmp_path / "lists")
 
 
 def atlas(rng: np.random.Generator) -> np.ndarray:
@@ -320,17 +318,13 @@ def test_drawings_of_one_object_by_two_readers_are_not_united(tmp_path: Path) ->
         photo(tmp_path / "raw/a" / f"{number}.png")
         for end in ("_mask", "_mask_1"):
             drawn(tmp_path / "raw/a" / f"{number}{end}.png", 255)
-    with pytest.raises(DataError, match=r"mostly cover each other.*choose one by --mask-pattern"):
-        import_set("own", tmp_path / "raw", tmp_path / "lists")
+    refused(r"mostly cover each other.*choose one by --mask-pattern", import_set, "own", tmp_path / "raw", tmp_path / "lists")
 
 
 # names of classes -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "labels",
-    [{"background": 0, "liver": 1, "tumor": 2}, {"0": "background", "1": "liver", "2": "tumor"}],
-)
+@pytest.mark.parametrize("labels", [{"background": 0, "liver": 1, "tumor": 2}, {"0": "background", "1": "liver", "2": "tumor"}])
 def test_classes_have_the_names_of_dataset_json(labels: dict[str, Any], tmp_path: Path) -> None:
     hospital(tmp_path / "raw", "imagesTr/a_{:03}_0000.png", "labelsTr/a_{:03}.png", (1, 2))
     (tmp_path / "raw/dataset.json").write_text(json.dumps({"labels": labels, "channel_names": {"0": "CT"}}))
@@ -409,8 +403,7 @@ def test_a_picture_is_never_its_own_mask(tmp_path: Path) -> None:
     for number in range(4):
         photo(tmp_path / "raw/a" / f"{number}.png")
     (tmp_path / "raw/t.csv").write_text("\n".join(["image,label", *(f"{n}.png,{n}.png" for n in range(4))]))
-    with pytest.raises(DataError, match=r"line 2: label '0\.png', .*no such file"):
-        import_set("csv", tmp_path / "raw/t.csv", tmp_path / "lists")
+    refused(r"line 2: label '0\.png', .*no such file", import_set, "csv", tmp_path / "raw/t.csv", tmp_path / "lists")
     for number in range(4):
         drawn(tmp_path / "raw/masks" / f"{number}.png", 1)
         (tmp_path / "raw/images").mkdir(exist_ok=True)
@@ -469,8 +462,7 @@ def test_labels_beside_datalist_are_those_of_the_list(tmp_path: Path, monkeypatc
     for place in (tmp_path, tmp_path / "datalist.json"):
         assert "class disc: 6 training" in said(monkeypatch, capsys, "data", "check", place, *job)
     (tmp_path / "site.yaml").write_text("datasets: {a: {datalist: datalist.json}}\nlabels: {7: nucleus}\n")
-    with pytest.raises(ConfigError, match="write them in the entries of datasets"):
-        load_site(tmp_path / "site.yaml")
+    refused("write them in the entries of datasets", load_site, tmp_path / "site.yaml", error=ConfigError)
 
 
 # what a job does with folds ---------------------------------------------------------------------------------------------------

@@ -16,11 +16,12 @@ from consilium.data.settings import PictureSettings
 from consilium.models.clip import ClipConfig
 from consilium.models.clip.network import PIXEL_MEAN
 from consilium.models.sam import SamConfig
+from tests.conftest import Patch
 
 PAD = PictureSettings(resize="pad")
 
 
-def longest_side(monkeypatch: pytest.MonkeyPatch, size: int) -> object:
+def longest_side(monkeypatch: Patch, size: int) -> object:
     """Return segment-anything's ResizeLongestSide; of torchvision it needs two functions, which for a picture are PIL's."""
     try:
         import torchvision  # noqa: F401
@@ -38,7 +39,7 @@ def longest_side(monkeypatch: pytest.MonkeyPatch, size: int) -> object:
 
 
 @pytest.mark.parametrize("shape", [(90, 60), (37, 101), (50, 50), (300, 7)])
-def test_pad_is_what_sam_does(shape: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pad_is_what_sam_does(shape: tuple[int, int], tmp_path: Path, monkeypatch: Patch) -> None:
     """Inside the picture equal up to float32's rounding; in the padding the mean is rounded to 8 bits: half a grey level."""
     from segment_anything.modeling import Sam
 

@@ -9,6 +9,7 @@ from consilium.core.errors import ConfigError, DataError
 from consilium.data.folders import has_classes
 from consilium.data.importers.base import Options, find_files
 from consilium.data.pairs import find_pairs, parse
+from tests.conftest import refused
 from tests.data.hospitals import drawn, hospital, photo
 from tests.data.importing import import_set, items_of
 
@@ -124,12 +125,10 @@ def test_names_that_share_nothing_are_shown_with_what_to_write(tmp_path: Path) -
 
 @pytest.mark.parametrize("text", ["", "mask", "{}_{}", "{}=mask", "a={}"])
 def test_a_pattern_has_one_place_for_the_shared_part(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--mask-pattern: .*expected MASK or IMAGE=MASK without endings"):
-        parse(text)
+    refused(r"--mask-pattern: .*expected MASK or IMAGE=MASK without endings", parse, text, error=ConfigError)
 
 
 def test_two_endings_of_one_name_are_refused(tmp_path: Path) -> None:
     hospital(tmp_path / "a", "images/{}.png", "masks/{}.png")
     Image.open(tmp_path / "a/images/2.png").save(tmp_path / "a/images/2.jpg")
-    with pytest.raises(DataError, match=r"2\.png: has the same name as .*2\.jpg; keep one of the two"):
-        import_set("own", tmp_path, tmp_path / "lists")
+    refused(r"2\.png: has the same name as .*2\.jpg; keep one of the two", import_set, "own", tmp_path, tmp_path / "lists")

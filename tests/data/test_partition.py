@@ -11,13 +11,13 @@ from PIL import Image
 from consilium.core.errors import DataError
 from consilium.data.datalist import Item, read_datalist
 from consilium.data.partition import partition, share_out
-from tests.conftest import run
+from tests.conftest import Capture, Patch, refused, run
 
 CLASSES = ["a", "b", "c", "d"]
 
 
 @pytest.fixture(autouse=True)
-def _one_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _one_picture(request: pytest.FixtureRequest, monkeypatch: Patch) -> None:
     """Draw it in one test alone: it takes longer than all else."""
     if "picture" not in request.node.name:
         monkeypatch.setattr("consilium.data.partition.write_figure", lambda *parts, **more: None)
@@ -149,7 +149,7 @@ def test_lists_summary_and_picture_are_written(pictures: Path, tmp_path: Path) -
 
 
 def test_without_the_test_split_all_else_is_the_same(
-    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pictures: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     asked = ("--sites", 3, "--beta", 0.5, "--minimum", 2)
     for name, more in (("whole", ()), ("choosing", ("--no-test",))):
@@ -170,12 +170,9 @@ def test_a_site_can_be_shared_out_again_and_errors_are_clear(pictures: Path, tmp
     partition(pictures, tmp_path / "out", 2, 1.0, 0, 2)
     again = partition(tmp_path / "out/site-1/datalist.json", tmp_path / "again", 2, 1.0, 0, 1)
     assert again["classes"] == CLASSES
-    with pytest.raises(DataError, match="holds sites already"):
-        partition(pictures, tmp_path / "out", 2, 1.0, 0, 2)
-    with pytest.raises(DataError, match="32 training samples are too few for 5 sites of 8"):
-        partition(pictures, tmp_path / "x", 5, 1.0, 0, 8)
-    with pytest.raises(DataError, match="no pictures in folders"):
-        partition(tmp_path / "set/train/a", tmp_path / "x", 2, 1.0, 0, 2)
+    refused("holds sites already", partition, pictures, tmp_path / "out", 2, 1.0, 0, 2)
+    refused("32 training samples are too few for 5 sites of 8", partition, pictures, tmp_path / "x", 5, 1.0, 0, 8)
+    refused("no pictures in folders", partition, tmp_path / "set/train/a", tmp_path / "x", 2, 1.0, 0, 2)
 
 
 def test_keys_of_an_entry_are_kept(tmp_path: Path) -> None:

@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from consilium.core.errors import DataError
 from consilium.data.check import check_texts
 from consilium.data.partition import partition_texts
-from tests.conftest import run
+from tests.conftest import Capture, Patch, run
 from tests.data.writing import write
 
 KINDS = ["causes", "symptoms", "treatment"]
 
 
 @pytest.fixture(autouse=True)
-def _no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_picture(monkeypatch: Patch) -> None:
     """It takes longer than all else; test_partition.py draws one."""
     monkeypatch.setattr("consilium.data.partition.write_figure", lambda *parts, **more: None)
 
@@ -81,8 +80,7 @@ def test_by_a_key_sites_differ_in_its_values(source: Path, tmp_path: Path) -> No
 
 def test_errors_are_one_clear_line(source: Path, tmp_path: Path) -> None:
     def refused(message: str, *arguments: Any) -> None:
-        with pytest.raises(DataError, match=message):
-            partition_texts(source, tmp_path / "out", *arguments)
+        refused(message, partition_texts, source, tmp_path / "out", *arguments)
         assert not (tmp_path / "out").exists()
 
     refused("1200 training samples are too few for 151 sites of 8; ask for less", 151, None, 0, 8)
@@ -94,9 +92,7 @@ def test_errors_are_one_clear_line(source: Path, tmp_path: Path) -> None:
     refused(r"training\.jsonl:2: not valid JSON", 2, None, 0, 1)
 
 
-def test_the_command_takes_a_folder_or_its_file(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_takes_a_folder_or_its_file(source: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     words = ("--sites", 3, "--by", "type", "--beta", 100, "--format", "json")
     assert run(monkeypatch, "data", "partition", source, tmp_path / "a", *words) == 0
     first = json.loads(capsys.readouterr().out)
@@ -146,9 +142,7 @@ def test_a_patients_records_are_at_one_site_and_in_one_of_its_splits(tmp_path: P
     assert sorted(one for who in whose.values() for one in who) == sorted(f"p{i}" for i in range(40))
 
 
-def test_clusters_by_the_command_put_like_with_like(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_clusters_by_the_command_put_like_with_like(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     records = [{"instruction": text, "output": "a"} for text in ["x y z x y z"] * 12 + ["Where does it hurt the patient?"] * 12]
     write(tmp_path / "set", "training.jsonl", *records)
     asked = ("--sites", 2, "--iid", "--minimum", 1, "--format", "json")

@@ -13,6 +13,7 @@ from consilium.core.errors import DataError
 from consilium.data import volumes
 from consilium.data.check import check_datalist
 from consilium.use.mask_files import mask_files, write_nifti
+from tests.conftest import refused
 
 VALUES = np.arange(24, dtype=np.int16).reshape(2, 3, 4, order="F")
 META = """ObjectType = Image
@@ -190,5 +191,4 @@ def test_headers_of_whatever_content_end_in_one_line(tmp_path: Path) -> None:
 def test_colours_in_nrrd_are_refused(more: str, tmp_path: Path) -> None:
     head = f"NRRD0004\ntype: uchar\ndimension: 3\nsizes: 3 8 9\n{more}\nencoding: raw\n\n"
     (tmp_path / "a.nrrd").write_bytes(head.encode() + bytes(3 * 8 * 9))
-    with pytest.raises(DataError, match="holds several values a voxel, which is not read"):
-        volumes.header(tmp_path / "a.nrrd")
+    refused("holds several values a voxel, which is not read", volumes.header, tmp_path / "a.nrrd")

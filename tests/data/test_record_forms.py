@@ -7,6 +7,7 @@ import pytest
 
 from consilium.core.errors import DataError
 from consilium.data.text import Text, read_records, read_texts
+from tests.conftest import refused
 from tests.data.writing import write
 
 
@@ -121,8 +122,7 @@ def test_equal_last_questions_of_other_conversations_are_no_duplicates(tmp_path:
     ],
 )
 def test_keys_in_another_spelling_are_not_lost(record: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=message):
-        read(tmp_path, record)
+    refused(message, read, tmp_path, record)
 
 
 def test_text_and_label_are_a_form_and_nothing_in_records_of_another(tmp_path: Path) -> None:
@@ -176,5 +176,4 @@ def test_a_preference_has_a_better_and_a_worse_answer_to_one_prompt(record: dict
     ],
 )
 def test_what_is_not_a_preference_is_refused(record: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=message):
-        read(tmp_path, record)
+    refused(message, read, tmp_path, record)

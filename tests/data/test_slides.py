@@ -21,6 +21,7 @@ from consilium.data.datalist import Item, read_datalist
 from consilium.data.images import read_image, read_labels, read_sample
 from consilium.data.planes_and_tiles import expand
 from consilium.data.settings import PictureSettings, TilesConfig
+from tests.conftest import Patch, refused
 
 ROWS, COLUMNS = 250, 330
 TILES = [(0, 0, 64, 64), (266, 186, 64, 64), (60, 50, 100, 90), (0, 0, COLUMNS, ROWS), (329, 249, 1, 1), (16, 16, 16, 16)]
@@ -101,19 +102,16 @@ def test_a_slide_of_a_scanner_by_its_levels(tmp_path: Path) -> None:
     assert np.abs(slides.read(tmp_path / "a.svs", tile).astype(int) - cut(smooth(), tile)).mean() < 3
     half = (20, 30, 64, 64)
     assert np.abs(slides.read(tmp_path / "a.svs", half, 1).astype(int) - cut(smooth()[::2, ::2], half)).mean() < 3
-    with pytest.raises(DataError, match=r"a\.svs: is a whole slide; set task\.tiles"):
-        read_image(tmp_path / "a.svs")
-    with pytest.raises(DataError, match=r"has 2 levels, the first is 0; set task\.tiles\.level lower"):
-        slides.read(tmp_path / "a.svs", tile, 2)
+    refused(r"a\.svs: is a whole slide; set task\.tiles", read_image, tmp_path / "a.svs")
+    refused(r"has 2 levels, the first is 0; set task\.tiles\.level lower", slides.read, tmp_path / "a.svs", tile, 2)
 
 
-def test_a_slide_without_the_extra_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slide_without_the_extra_is_one_clear_line(tmp_path: Path, monkeypatch: Patch) -> None:
     svs(tmp_path / "a.svs", smooth())
     tifffile.imwrite(tmp_path / "a.tif", array(), tile=(64, 64))
     monkeypatch.setitem(sys.modules, "openslide", None)
     slides.layout.cache_clear()
-    with pytest.raises(DataError, match=r"a\.svs: is a whole slide; install consilium-flare\[slides\] to read it$"):
-        slides.layout(tmp_path / "a.svs")
+    refused(r"a\.svs: is a whole slide; install consilium-flare\[slides\] to read it$", slides.layout, tmp_path / "a.svs")
     assert np.array_equal(slides.read(tmp_path / "a.tif", TILES[0]), cut(array(), TILES[0]))
     slides.layout.cache_clear()
 
@@ -182,34 +180,25 @@ def test_a_tile_in_the_list_is_one_sample(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tile", [[0, 0, 0, 4], [0, 0, 4], "a", [0, 0, 4.0, 4], [-1, 0, 4, 4], [True, 0, 4, 4], {}])
 def test_a_tile_that_is_no_place_is_refused(tile: Any, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r'training\[0\]: tile .* is not a place; write "tile"'):
-        read_datalist(listed(tmp_path, labelled(), tile=tile))
+    refused(r'training\[0\]: tile .* is not a place; write "tile"', read_datalist, listed(tmp_path, labelled(), tile=tile))
 
 
 def test_what_cannot_be_read_by_tiles_is_refused_in_a_line(tmp_path: Path) -> None:
     path = listed(tmp_path, labelled())
-    with pytest.raises(DataError, match=r"tile \[300, 0, 64, 64\] is outside its 330x250 pixels"):
-        slides.read(tmp_path / "a.tif", (300, 0, 64, 64))
+    refused(r"tile \[300, 0, 64, 64\] is outside its 330x250 pixels", slides.read, tmp_path / "a.tif", (300, 0, 64, 64))
     tifffile.imwrite(tmp_path / "m.tif", labelled()[:, :-1], tile=(64, 64))
     item = expand(read_datalist(path), PictureSettings(tiles=TilesConfig(size=128))).splits["test"][0]
-    with pytest.raises(
-        DataError, match=r"m\.tif: mask is 329x250 pixels \(width x height\), its image 330x250; make them equal"
-    ):
-        read_labels(item)
+    refused(r"m\.tif: mask is 329x250 pixels \(width x height\), its image 330x250; make them equal", read_labels, item)
     tifffile.imwrite(tmp_path / "p.tif", np.stack([array((64, 64)), array((64, 64))]), photometric="minisblack")
-    with pytest.raises(DataError, match=r"p\.tif: has 2 pages; save each as a picture of its own"):
-        slides.layout(tmp_path / "p.tif")
+    refused(r"p\.tif: has 2 pages; save each as a picture of its own", slides.layout, tmp_path / "p.tif")
     tifffile.imwrite(tmp_path / "t.tif", np.stack([array((64, 64))] * 2), tile=(16, 16), photometric="minisblack")
-    with pytest.raises(DataError, match=r"t\.tif: has 2 pages; save each as a picture of its own"):
-        slides.layout(tmp_path / "t.tif")
+    refused(r"t\.tif: has 2 pages; save each as a picture of its own", slides.layout, tmp_path / "t.tif")
     with patch("consilium.data.safe_open.MOST_PIXELS", 1000):
         tifffile.imwrite(tmp_path / "d.tif", array((64, 64), np.uint16), tile=(16, 16))
-        with pytest.raises(DataError, match=r"d\.tif: has values of 16 bits; save a picture of this size with 8 bits"):
-            slides.layout(tmp_path / "d.tif")
+        refused(r"d\.tif: has values of 16 bits; save a picture of this size with 8 bits", slides.layout, tmp_path / "d.tif")
     data = (tmp_path / "a.tif").read_bytes()
     (tmp_path / "a.tif").write_bytes(data[: len(data) // 2])
-    with pytest.raises(DataError, match=r"a\.tif: (tile|slide|image) cannot be read"):
-        slides.read(tmp_path / "a.tif", (200, 186, 64, 64))
+    refused(r"a\.tif: (tile|slide|image) cannot be read", slides.read, tmp_path / "a.tif", (200, 186, 64, 64))
 
 
 def test_16_bits_get_one_window_for_all_tiles(tmp_path: Path) -> None:
@@ -251,8 +240,7 @@ def test_a_picture_of_655_million_pixels_takes_little_memory(tmp_path: Path) -> 
     assert (rows, columns) == (25_600, 25_600)
     assert total == 0 + 669 % 251 + 2499 % 251
     assert more < 200
-    with pytest.raises(DataError, match=r"over 100,000,000 pixels\); save it as a tiled, little-endian TIFF and set task"):
-        read_image(path)
+    refused(r"over 100,000,000 pixels\); save it as a tiled, little-endian TIFF and set task", read_image, path)
 
 
 def test_the_check_looks_at_a_large_picture_by_parts(tmp_path: Path) -> None:
@@ -311,10 +299,7 @@ PALETTE = np.repeat(np.arange(256, dtype=np.uint16)[None, ::-1] * 257, 3, axis=0
 )
 def test_a_large_tiff_that_openslide_would_change_is_refused(how: dict[str, Any], tmp_path: Path) -> None:
     tifffile.imwrite(tmp_path / "a.tif", **{"data": array((128, 128)), "tile": (64, 64), "metadata": None} | how)
-    with (
-        patch("consilium.data.safe_open.MOST_PIXELS", 1000),
-        pytest.raises(DataError, match=r"a\.tif: save the TIFF upright"),
-    ):
+    with patch("consilium.data.safe_open.MOST_PIXELS", 1000), pytest.raises(DataError, match=r"a\.tif: save the TIFF upright"):
         slides.read_labels(tmp_path / "a.tif", (0, 0, 16, 16), (128, 128))
 
 
@@ -332,15 +317,12 @@ def test_a_tile_that_is_not_stored_is_background(most: int, tmp_path: Path) -> N
     with patch("consilium.data.safe_open.MOST_PIXELS", most):
         labels = slides.read_labels(path, (0, 0, 128, 128), (128, 128)).values
     assert np.array_equal(np.asarray(labels), values)
-    with pytest.raises(DataError, match=r"a\.tif: has parts that are not stored; save it anew, or set task\.tiles"):
-        slides.read_whole(path)
+    refused(r"a\.tif: has parts that are not stored; save it anew, or set task\.tiles", slides.read_whole, path)
 
 
 def test_a_header_that_promises_more_than_the_file_has_is_refused_at_once(tmp_path: Path) -> None:
     tags = [(256, 2**31), (257, 2**31), (258, 8), (259, 1), (262, 1), (277, 1), (322, 512), (323, 512), (324, 8), (325, 8)]
     entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
     (tmp_path / "a.tif").write_bytes(b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + struct.pack("<I", 0))
-    with pytest.raises(DataError, match=r"a\.tif: (slide|image) cannot be read|a\.tif: has over"):
-        slides.layout(tmp_path / "a.tif")
-    with pytest.raises(DataError, match="1,048,576 tiles, at most 1,000,000 are cut"):
-        slides.tiles((2**14, 2**14), TilesConfig(size=16))
+    refused(r"a\.tif: (slide|image) cannot be read|a\.tif: has over", slides.layout, tmp_path / "a.tif")
+    refused("1,048,576 tiles, at most 1,000,000 are cut", slides.tiles, (2**14, 2**14), TilesConfig(size=16))

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
 from consilium.data.check import check_datalist
 from consilium.data.partition import Entry, linked_groups, share_by_labels, split_list
+from tests.conftest import refused
 from tests.data.importing import import_set
 
 
@@ -135,14 +135,11 @@ def test_the_own_test_split_can_stay(tmp_path: Path) -> None:
 
 def test_what_cannot_be_cut_is_refused(tmp_path: Path) -> None:
     source = pictures(tmp_path, 6, patients=2)
-    with pytest.raises(DataError, match="2 patients or volumes are too few for 3 folds"):
-        split_list(source, tmp_path / "out", folds=3)
-    with pytest.raises(DataError, match="leave nothing to train on"):
-        split_list(source, tmp_path / "out", 0.5, 0.5)
+    refused("2 patients or volumes are too few for 3 folds", split_list, source, tmp_path / "out", folds=3)
+    refused("leave nothing to train on", split_list, source, tmp_path / "out", 0.5, 0.5)
     found = split_list(source, tmp_path / "out", 0.1, 0.4)
     assert [note for note in found["notes"] if "validation: no sample" in note]
-    with pytest.raises(DataError, match="holds a split already"):
-        split_list(source, tmp_path / "out")
+    refused("holds a split already", split_list, source, tmp_path / "out")
 
 
 def test_folds_end_with_a_new_cut_and_a_test_split_without_labels_is_left_out(tmp_path: Path) -> None:

@@ -5,13 +5,12 @@ from pathlib import Path
 
 import nibabel
 import numpy as np
-import pytest
 from PIL import Image
 
 from consilium.data.datalist import read_datalist
 from consilium.data.settings import PictureSettings, WindowConfig
 from consilium.data.stats import site_stats
-from tests.conftest import run
+from tests.conftest import Capture, Patch, run
 
 
 def site(folder: Path) -> Path:
@@ -81,9 +80,7 @@ def test_what_cannot_be_read_is_counted(tmp_path: Path) -> None:
     assert found["intensity"]["p50"] == 200
 
 
-def test_labels_of_site_yaml_count_for_the_jobs_classes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_labels_of_site_yaml_count_for_the_jobs_classes(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     site(tmp_path / "a/site-1")
     (tmp_path / "a/site-1/site.yaml").write_text("datalist: datalist.json\nlabels: {1: disc, 2: [disc, cup]}\n")
     job = ("--job", "jobs/quickstart", "--set", "task.classes={disc: [7], cup: [8]}")
@@ -92,9 +89,7 @@ def test_labels_of_site_yaml_count_for_the_jobs_classes(
     assert classes == {"cup": {"samples": 1, "share": 10 / 400}, "disc": {"samples": 2, "share": 60 / 400}}
 
 
-def test_sites_of_one_name_in_two_imports_are_both_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sites_of_one_name_in_two_imports_are_both_there(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     lists = json.loads(site(tmp_path / "pictures").read_text())
     named = [{key: str(tmp_path / "pictures" / one[key]) for key in ("image", "label")} for one in lists["training"]]
     for place in ("a/site-1", "b/site-1"):
@@ -104,9 +99,7 @@ def test_sites_of_one_name_in_two_imports_are_both_there(
     assert sorted(json.loads(capsys.readouterr().out)) == ["a/site-1", "b/site-1"]
 
 
-def test_sites_stand_beside_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sites_stand_beside_each_other(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     name = "a hospital with a long name and a <b>bold $x^2$ one"
     for one in ("site-1", name):

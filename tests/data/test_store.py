@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from consilium.core.errors import DataError
 from consilium.data import disk_cache as cache_folder
 from consilium.data.datalist import Item
 from consilium.data.disk_cache import DiskCache, open_disk_cache
-from tests.conftest import run
+from tests.conftest import Capture, Patch, refused, run
 from tests.data.storing import made
 
 SAMPLE = {"image": np.arange(48, dtype=np.uint8).reshape(3, 4, 4), "label": np.ones((1, 4, 4), np.uint8)}
@@ -50,7 +49,7 @@ def test_what_is_kept_cannot_be_changed_by_who_uses_it(tmp_path: Path) -> None:
         found["image"][0] = 1
 
 
-def test_folder_of_a_series_is_listed_once_for_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_of_a_series_is_listed_once_for_a_name(tmp_path: Path, monkeypatch: Patch) -> None:
     """Every plane of a series asks for its name each time it is read."""
     kept = store(tmp_path)
     series = tmp_path / "series"
@@ -149,7 +148,7 @@ def test_what_was_used_longest_ago_goes_first_but_nothing_of_this_process(tmp_pa
 
 
 def test_a_full_disk_is_said_once_and_reading_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = store(tmp_path)
     kept.put(NAME, SAMPLE)
@@ -166,7 +165,7 @@ def test_a_full_disk_is_said_once_and_reading_goes_on(
     assert not [path for path in kept.folder.iterdir() if path.name.startswith(".")]
 
 
-def test_the_last_of_the_disk_is_left_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_of_the_disk_is_left_to_others(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**12, 10**12, 2**29))
     assert not store(tmp_path).put(NAME, SAMPLE)
 
@@ -208,12 +207,11 @@ def test_a_folder_that_is_no_cache_is_not_cleared(tmp_path: Path) -> None:
     (tmp_path / "shared" / cache_folder.FOLDER).symlink_to(behind)
     for root in (tmp_path / "shared", tmp_path / "alike"):
         cache_folder.clear_cache_if_present(root)
-        with pytest.raises(DataError, match=cache_folder.FOLDER):
-            cache_folder.find_cache(root)
+        refused(cache_folder.FOLDER, cache_folder.find_cache, root)
     assert len(list(behind.iterdir())) == len(list(alike.iterdir())) == 4
 
 
-def test_the_command_shows_and_clears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_the_command_shows_and_clears(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     kept = store(tmp_path)
     kept.put(NAME, SAMPLE)
     size = (kept.folder / f"{NAME}.sample").stat().st_size
@@ -244,7 +242,7 @@ def test_a_name_changes_with_all_that_makes_the_sample_and_nothing_else(tmp_path
     assert store(tmp_path / "elsewhere").name(item, "a") != first
 
 
-def test_a_name_follows_a_change_that_leaves_size_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_follows_a_change_that_leaves_size_and_time(tmp_path: Path, monkeypatch: Patch) -> None:
     """A new file is known by its content, which a copy shares; an older one by its state, whose ctime cannot be set back."""
     item = made(tmp_path / "site").splits["training"][0]
     before, data = item.image.stat(), bytearray(item.image.read_bytes())
@@ -267,7 +265,7 @@ def test_passed_checks_are_known_to_other_processes_and_go_with_the_cache(tmp_pa
     assert not kept.folder.exists()
 
 
-def test_neither_names_nor_bytes_tell_of_a_patient_or_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_names_nor_bytes_tell_of_a_patient_or_a_path(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(cache_folder, "RECENT", -1.0)
     kept = store(tmp_path / "state")
     for item in made(tmp_path / "Muster_Clinic").splits["training"]:
@@ -282,8 +280,7 @@ def test_neither_names_nor_bytes_tell_of_a_patient_or_a_path(tmp_path: Path, mon
 
 def test_a_pipe_in_a_list_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.png")
-    with pytest.raises(DataError, match="a pipe or a device"):
-        store(tmp_path).name(Item(tmp_path / "pipe.png", None), "")
+    refused("a pipe or a device", store(tmp_path).name, Item(tmp_path / "pipe.png", None), "")
 
 
 WORKER = """

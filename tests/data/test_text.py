@@ -12,6 +12,7 @@ from consilium.data.check import check_texts
 from consilium.data.text import read_records, read_texts
 from consilium.federation.site_names import site_names
 from consilium.tasks.language.answers import canonical_answer
+from tests.conftest import refused
 from tests.data.writing import write
 
 
@@ -79,8 +80,7 @@ def test_line_separators_inside_a_text_do_not_split_a_record(tmp_path: Path) -> 
 )
 def test_a_bad_record_is_named_by_file_and_line(record: object, message: str, tmp_path: Path) -> None:
     write(tmp_path, "training.jsonl", {"input": "a", "output": "b"}, record)
-    with pytest.raises(DataError, match=message):
-        read_texts(tmp_path)
+    refused(message, read_texts, tmp_path)
 
 
 def test_a_key_whose_value_is_null_counts_as_absent(tmp_path: Path) -> None:
@@ -105,8 +105,7 @@ def test_a_training_file_of_another_format_is_named(name: str, tmp_path: Path) -
     (tmp_path / "ward").mkdir()
     (tmp_path / "ward" / name).write_bytes(b"")
     said = "is not read: write its records as training.jsonl, or"
-    with pytest.raises(DataError, match=f"holds no training.jsonl or train.jsonl; '{name}' {said} give a folder"):
-        read_texts(tmp_path / "ward")
+    refused(f"holds no training.jsonl or train.jsonl; '{name}' {said} give a folder", read_texts, tmp_path / "ward")
     with pytest.raises(ConfigError, match=f"training.jsonl, site.yaml or classes; 'ward/{name}' {said} `consilium data import"):
         site_names("", tmp_path)
 
@@ -124,8 +123,7 @@ def test_texts_beside_what_a_site_names_are_not_read(name: str, tmp_path: Path) 
     write(tmp_path, "training.jsonl", {"input": "a", "output": "b"})
     if name != "missing":
         write(tmp_path, name, {"input": "c", "output": "d"})
-    with pytest.raises(DataError, match="holds no training"):
-        read_texts(tmp_path / name)
+    refused("holds no training", read_texts, tmp_path / name)
 
 
 def test_a_folder_of_a_simulation_may_hold_jsonl_lists(tmp_path: Path) -> None:

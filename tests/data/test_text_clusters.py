@@ -1,13 +1,12 @@
 """K-means on points whose clusters are plain to see, and the points that stand for texts."""
 
 import numpy as np
-import pytest
 import torch
 
-from consilium.core.errors import DataError
 from consilium.data.partition import cluster_points
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
 from consilium.models.causal_lm.text_embeddings import embeddings
+from tests.conftest import refused
 
 
 def test_three_far_clouds_are_three_clusters_whatever_their_order() -> None:
@@ -20,8 +19,7 @@ def test_three_far_clouds_are_three_clusters_whatever_their_order() -> None:
 
 
 def test_more_clusters_than_points_are_refused() -> None:
-    with pytest.raises(DataError, match="--clusters: 3 are more"):
-        cluster_points(np.array([[0.0], [0.0], [1.0]]), 3, 0)
+    refused("--clusters: 3 are more", cluster_points, np.array([[0.0], [0.0], [1.0]]), 3, 0)
 
 
 def test_a_text_is_the_mean_of_its_last_hidden_states() -> None:

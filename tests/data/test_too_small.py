@@ -23,7 +23,7 @@ from consilium.federation.job_assembly import assemble_job
 from consilium.report.results_table import results_table
 from consilium.report.run_record import read_run
 from consilium.runtime.engine import simulate
-from tests.conftest import small_config
+from tests.conftest import Patch, small_config
 from tests.tasks.scoring import Bright, evaluated, task_of
 
 SIDE, SMALL = 900, 128
@@ -101,7 +101,7 @@ def test_scores_are_of_the_file_s_pixels_by_default(tmp_path: Path) -> None:
     assert task.evaluate(Bright(), "test", 3) == kept
 
 
-def test_masks_at_the_file_s_size_are_kept_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_at_the_file_s_size_are_kept_within_bounds(tmp_path: Path, monkeypatch: Patch) -> None:
     entries = halves(tmp_path)
     wanted = evaluated(task_of(tmp_path, entries, side=SMALL))
     monkeypatch.setattr("consilium.tasks.segmentation.task.MASK_BYTES", 2 * SIDE * SIDE // 8)

@@ -34,7 +34,7 @@ CachedSample = dict[str, np.ndarray]
 """A sample's 8-bit arrays by key."""
 FOLDER = "consilium-samples"
 """Name of the cache's folder, within the folder that `cache` of site.yaml names."""
-VERSION = 4
+VERSION = 5
 """Version of the code that reads samples. Raise it when the same file gives another sample."""
 SPARE = 2**30
 """Bytes of the disk that are left free."""

@@ -19,6 +19,7 @@ from consilium.data import pictures, slides, volumes
 from consilium.data.class_checks import OF_NO_CLASS, UNDECLARED, Classes, undeclared_label_values, undeclared_remedy
 from consilium.data.datalist import Item
 from consilium.data.pixel_values import UNSMOOTHED, Labels, Spread, percentiles, windowed
+from consilium.data.safe_open import volume_format
 from consilium.data.settings import DEFAULTS, PictureSettings
 
 Sample = dict[str, Tensor]
@@ -115,7 +116,14 @@ def read_labels(item: Item, settings: PictureSettings = DEFAULTS) -> Labels:
     if item.tile is not None:
         return slides.read_labels(label, item.tile, slides.shape(item.image, level_of(settings)))
     if not volumes.is_volume(label):
-        return pictures.labels(label)
+        found = pictures.labels(label)
+        if volume_format(item.image) != "dicom":
+            return found
+        grid = volumes.header(item.image, item.affine).grid
+        if grid.stored_axis(item.axis) != 2 or found.shape != grid.shape[1::-1]:
+            return found
+        # it is drawn on the stored picture, which a plane shows turned if the patient lay otherwise, as prone
+        return found.map(lambda values: grid.cut(values.T[..., None], item.axis, 0))
     image = volumes.header(item.image if volumes.is_volume(item.image) else label, item.affine)
     number = plane_number(item, label, image)
     return volumes.labels(label, image, settings.resample_masks).map(lambda v: image.grid.cut(v, item.axis, number))

@@ -247,7 +247,7 @@ def wrap_decoding_errors(path: Path, what: str, remedy: str = TAKE_OFF, most: in
     except DataError:
         raise
     except Exception as error:
-        why = " ".join(str(error).split())[:200]
+        why = (error.strerror if isinstance(error, OSError) else "") or " ".join(str(error).split())[:200]
         if isinstance(error, EOFError | zlib.error | gzip.BadGzipFile):
             never_packed = isinstance(error, gzip.BadGzipFile) and "CRC" not in why and "length" not in why
             why = (

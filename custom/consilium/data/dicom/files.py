@@ -273,6 +273,8 @@ def wrap_dicom_errors(path: Path) -> Iterator[None]:
             why = f"it has no {missing}"
         elif isinstance(error, MemoryError):
             why = "it takes more memory than there is"
+        elif isinstance(error, OSError) and error.strerror:
+            why = error.strerror
         elif isinstance(error, EOFError | struct.error | zlib.error):
             why = "it is damaged, or ends early"
         raise DataError(f"{path}: cannot be read as DICOM ({why}); {TAKE_OFF}") from None
