@@ -11,7 +11,7 @@ from PIL import Image
 
 from consilium.data.check import check_texts
 from consilium.data.partition import partition_texts
-from tests.conftest import Capture, Patch, run
+from tests.conftest import Capture, Patch, refused, run
 from tests.data.writing import write
 
 KINDS = ["causes", "symptoms", "treatment"]
@@ -79,17 +79,13 @@ def test_by_a_key_sites_differ_in_its_values(source: Path, tmp_path: Path) -> No
 
 
 def test_errors_are_one_clear_line(source: Path, tmp_path: Path) -> None:
-    def refused(message: str, *arguments: Any) -> None:
-        refused(message, partition_texts, source, tmp_path / "out", *arguments)
-        assert not (tmp_path / "out").exists()
-
-    refused("1200 training samples are too few for 151 sites of 8; ask for less", 151, None, 0, 8)
-    refused(
-        r"training\.jsonl:1: --by kind: expected a text or a whole number there; found the keys ins.*", 5, 0.5, 0, 8, "kind"
-    )
-    refused(r"--by instruction: 1,507 values, at most 1,000 are allowed", 5, 0.5, 0, 8, "instruction")
+    asked = partition_texts, source, tmp_path / "out"
+    refused("1200 training samples are too few for 151 sites of 8; ask for less", *asked, 151, None, 0, 8)
+    refused(r"training\.jsonl:1: --by kind: expected a text or a whole number there; found", *asked, 5, 0.5, 0, 8, "kind")
+    refused(r"--by instruction: 1,507 values, at most 1,000 are allowed", *asked, 5, 0.5, 0, 8, "instruction")
     write(source, "training.jsonl", {"instruction": "a", "output": "b"}, "{")
-    refused(r"training\.jsonl:2: not valid JSON", 2, None, 0, 1)
+    refused(r"training\.jsonl:2: not valid JSON", *asked, 2, None, 0, 1)
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_command_takes_a_folder_or_its_file(source: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:

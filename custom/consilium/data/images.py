@@ -117,10 +117,8 @@ def read_labels(item: Item, settings: PictureSettings = DEFAULTS) -> Labels:
         return slides.read_labels(label, item.tile, slides.shape(item.image, level_of(settings)))
     if not volumes.is_volume(label):
         found = pictures.labels(label)
-        if volume_format(item.image) != "dicom":
-            return found
-        grid = volumes.header(item.image, item.affine).grid
-        if grid.stored_axis(item.axis) != 2 or found.shape != grid.shape[1::-1]:
+        grid = volumes.header(item.image, item.affine).grid if volume_format(item.image) == "dicom" else None
+        if grid is None or grid.stored_axis(item.axis) != 2 or found.shape != grid.shape[1::-1]:
             return found
         # it is drawn on the stored picture, which a plane shows turned if the patient lay otherwise, as prone
         return found.map(lambda values: grid.cut(values.T[..., None], item.axis, 0))

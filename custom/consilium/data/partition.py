@@ -244,10 +244,6 @@ MOST_VALUES = 1000
 """Values of a key. A key with more values holds names rather than classes, and cannot be drawn."""
 
 
-ITERATIONS = 100
-"""Iterations of k-means."""
-
-
 def partition_texts(
     source: Path,
     folder: Path,
@@ -337,7 +333,7 @@ def cluster_points(points: np.ndarray, count: int, seed: int) -> list[str]:
     draw = np.random.default_rng(seed_for(seed, "clusters"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a cluster that loses all its points stays empty, and no record has it
-        _, found = kmeans2(points.astype(np.float64), count, iter=ITERATIONS, minit="++", rng=draw)
+        _, found = kmeans2(points.astype(np.float64), count, iter=100, minit="++", rng=draw)
     width = len(str(count - 1))
     return [f"cluster-{int(number):0{width}d}" for number in found]
 
@@ -388,9 +384,13 @@ def split_list(
     groups = linked_groups(samples)
     if folds > len(groups):
         raise DataError(f"{source}: {len(groups)} patients or volumes are too few for {folds} folds; ask for less")
-    if folds:
-        lists = _folds(samples, folds, validation, seed)
-    else:
+    lists: dict[str, Parts] = {}
+    tests = share_by_labels(samples, {f"fold-{number}": 1 / folds for number in range(1, folds + 1)}, seed) if folds else {}
+    for number, (name, own) in enumerate(tests.items()):  # every sample is in the test split of exactly one fold
+        rest = [s for other, part in tests.items() if other != name for s in part]
+        shares = {"training": 1 - validation, "validation": validation}
+        lists[name] = share_by_labels(rest, shares, seed_for(seed, "fold", number)) | {"test": own}
+    if not folds:
         kept = [s for s in samples if keep_test and s.split == "test"]
         parts = share_by_labels(
             [s for s in samples if not (keep_test and s.split == "test")],
@@ -419,18 +419,6 @@ def split_list(
     summary = {"source": str(source.resolve()), "seed": seed, "groups": len(groups), "splits": splits, "notes": notes}
     write_atomic(folder / "split.json", json.dumps(summary, indent=1).encode(), PUBLIC)
     return summary
-
-
-def _folds(samples: Sequence[Entry], folds: int, validation: float, seed: int) -> dict[str, Parts]:
-    """Return the parts of each fold, as of one list. Every sample is in the test split of exactly one fold."""
-    names = [f"fold-{number}" for number in range(1, folds + 1)]
-    tests, found = share_by_labels(samples, dict.fromkeys(names, 1 / folds), seed), {}
-    for number, name in enumerate(names):
-        rest = [s for other in names if other != name for s in tests[other]]
-        found[name] = share_by_labels(
-            rest, {"training": 1 - validation, "validation": validation}, seed_for(seed, "fold", number)
-        ) | {"test": tests[name]}
-    return found
 
 
 def share_by_labels(samples: Sequence[Entry], shares: dict[str, float], seed: int) -> Parts:

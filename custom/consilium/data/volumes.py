@@ -14,19 +14,9 @@ import numpy as np
 from consilium.core.errors import DataError, UnfitError
 from consilium.data.grid import Grid, grid_difference, resample_labels
 from consilium.data.pixel_values import Labels, check_numbers, percentiles, to_integers
-from consilium.data.safe_open import FileResultCache, forget_formats, is_volume, stamp, volume_format
+from consilium.data.safe_open import FileResultCache, forget_formats, is_volume as is_volume, stamp, volume_format
 from consilium.data.settings import NiftiAffine
 
-__all__ = [
-    "VolumeHeader",
-    "drop_caches",
-    "header",
-    "hold_volumes",
-    "is_volume",
-    "labels",
-    "voxels",
-    "window_percentiles",
-]
 T = TypeVar("T")
 KEPT = 2
 """Volumes in memory, and as many masks. Besides, this number of threads may hold volumes of their own, see `hold_volumes`."""

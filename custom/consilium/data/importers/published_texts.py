@@ -35,8 +35,6 @@ from consilium.data.safe_open import check_line, parse_json, read_text, text_lin
 RESULT = "The answer is:"
 SIZES = ("xl", "l", "m", "s", "xs", "debiased")
 """Sizes of WinoGrande's training set."""
-DEVELOPMENT = "the publisher's development set is the test split, because the test set has no labels"
-MEDICAL = "Which answer is right?"
 MMLU_SUBJECTS = (
     "anatomy", "clinical_knowledge", "college_biology", "college_medicine", "medical_genetics", "professional_medicine",
 )  # fmt: skip
@@ -188,7 +186,7 @@ def _choice(
     *,
     options: Sequence[str],
     first: int | None,
-    task: str = MEDICAL,
+    task: str = "Which answer is right?",
     text: str = "{question}",
     key: str = "",
     group: Callable[[Record], str] = lambda raw: "",
@@ -303,7 +301,9 @@ def _element_text(element: ElementTree.Element | None) -> str:
     return "" if element is None else " ".join("".join(element.itertext()).split())
 
 
-_DEVELOPMENT_TESTS = partial(TextSet, notes=(DEVELOPMENT,))
+_DEVELOPMENT_TESTS = partial(
+    TextSet, notes=("the publisher's development set is the test split, because the test set has no labels",)
+)
 _MEDQA = partial(_choice, options=("options",), first=None, key="answer_idx")
 TEXT_SETS = (
     TextSet(  # Cobbe et al. (2021)

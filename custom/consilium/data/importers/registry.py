@@ -13,7 +13,6 @@ from consilium.core.storage import clean_up_on_failure
 from consilium.data.importers.base import Importer, Options, wrong_layout
 from consilium.data.importers.write_datalists import earlier_imports, write_sites
 
-_ROOM = "consilium.data.importers"
 _MODULES = {
     "image_folders": ("own",),
     "table": ("csv", "csv-text"),
@@ -26,7 +25,7 @@ _MODULES = {
     ),
 }  # fmt: skip
 IMPORTERS: Registry[Importer] = Registry(
-    "data set", {name: f"{_ROOM}.{module}:SETS" for module, names in _MODULES.items() for name in names}
+    "data set", {name: f"consilium.data.importers.{module}:SETS" for module, names in _MODULES.items() for name in names}
 )
 """Importers by the name that a user gives. To add one, write an Importer in a module and add its name here."""
 

@@ -92,18 +92,13 @@ def pick_word(rng: Generator, words: tuple[str, ...]) -> str:
     return words[int(rng.integers(len(words)))]
 
 
-def code_meanings(seed: int) -> dict[str, str]:
-    """Return the two words of each code. They are the same at every site."""
-    rng = np.random.default_rng(seed_for(seed, "codes"))
-    codes = rng.permutation([f"{letter}{digit}" for letter in ascii_lowercase for digit in range(10)])[:CODES]
-    return {str(code): f"{pick_word(rng, COLOURS)} {pick_word(rng, ORGANS)}" for code in codes}
-
-
 def _make_code_record(spec: dict, split: str, index: int) -> dict[str, str]:
     rng = np.random.default_rng(seed_for(spec["seed"], "codes", spec["site"], split, index))
     seen = site_probabilities(spec["seed"], spec["site"], "code", CODES, spec["annotation"])
     wordings = site_probabilities(spec["seed"], spec["site"], "coded", len(CODED), spec["appearance"])
-    stands = code_meanings(spec["seed"])
+    meanings = np.random.default_rng(seed_for(spec["seed"], "codes"))  # the same at every site
+    codes = meanings.permutation([f"{letter}{digit}" for letter in ascii_lowercase for digit in range(10)])[:CODES]
+    stands = {str(code): f"{pick_word(meanings, COLOURS)} {pick_word(meanings, ORGANS)}" for code in codes}
     code = [*stands][index % CODES] if split == "test" else str(rng.choice([*stands], p=seen))
     note = str(rng.choice(CODED, p=wordings)).format(code=code, bed=int(rng.integers(1, 60)))
     return {"instruction": "Read the code.", "input": note, "output": stands[code]}
