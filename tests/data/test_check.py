@@ -71,22 +71,3 @@ def test_classes_are_counted_and_checked(tmp_path: Path) -> None:
     path.write_text(json.dumps({"training": entries[:2]}))
     assert not check_datalist(path).problems
     assert not check_datalist(path, ["a", "b"]).problems
-
-
-def test_only_the_first_ten_are_named(tmp_path: Path) -> None:
-    entries = [{"image": picture(tmp_path / f"{i}.png", i), "label": mask(tmp_path / "m.png", 0)} for i in range(13)]
-    path = tmp_path / "datalist.json"
-    path.write_text(json.dumps({"training": entries}))
-    empty = check_datalist(path).to_dict()["warnings"]["empty mask"]
-    assert empty["count"] == 13
-    assert len(empty["first"]) == 10
-
-
-def test_an_annotation_that_is_no_class_stops_as_it_does_in_training(tmp_path: Path) -> None:
-    good = {"image": picture(tmp_path / "a.png", 0), "label": mask(tmp_path / "ma.png", 1)}
-    path = tmp_path / "datalist.json"
-    path.write_text(json.dumps({"training": [good, good | {"annotated": ["liver"]}]}))
-    report = check_datalist(path, {"nucleus": [1]})
-    assert list(report.problems) == ["undeclared class"]
-    assert "annotated class 'liver' is not a class of the task" in report.problems["undeclared class"][0]
-    assert report.bad == {"training": 1}

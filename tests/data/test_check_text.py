@@ -20,13 +20,14 @@ from tests.data.writing import write
 
 def test_problems_and_warnings_are_counted_and_named(tmp_path: Path) -> None:
     one, two = {"input": "one", "output": "1"}, {"input": "two", "output": " "}
-    write(tmp_path, "training.jsonl", one, two, one)
-    write(tmp_path, "test.jsonl", one | {"output": "eins"})
+    write(tmp_path, "training.jsonl", one, two, one, {"input": "a", "output": "b", "patient": "q"})
+    write(tmp_path, "test.jsonl", one | {"output": "eins"}, {"input": "c", "output": "d", "patient": "q"})
     found = check_texts(tmp_path).to_dict()
-    assert found["samples"] == {"training": 3, "validation": 0, "test": 1}
+    assert found["samples"] == {"training": 4, "validation": 0, "test": 2}
+    assert found["problems"]["patient in two splits"]["first"] == ["test: test.jsonl:2 = training: training.jsonl:4"]
     assert found["problems"]["empty answer"] == {"count": 1, "first": ["training.jsonl:2"]}
     assert found["problems"]["duplicate between splits"]["first"] == ["test: test.jsonl:1 = training: training.jsonl:1"]
-    assert found["warnings"]["prompt more than once in a split"]["first"] == ["training: 1 of 3"]
+    assert found["warnings"]["prompt more than once in a split"]["first"] == ["training: 1 of 4"]
     assert found["warnings"]["empty split"]["first"] == ["validation"]
     assert found["sizes"] == {}
 

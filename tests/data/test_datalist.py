@@ -21,7 +21,7 @@ def write(folder: Path, content: object, *files: str) -> Path:
 
 
 def test_reads_relative_paths_plain_strings_and_slices(tmp_path: Path) -> None:
-    entries = {"training": [{"image": "a.png", "label": "m.png", "fold": 0}], "test": ["b.png"]}
+    entries = {"training": [{"image": "a.png", "label": "m.png", "fold": 0, "patient": None}], "test": ["b.png"]}
     entries["validation"] = [{"image": "v.nii.gz", "label": "l.nii.gz", "slice": 3}]
     data = read_datalist(write(tmp_path, entries, "a.png", "m.png", "b.png", "v.nii.gz", "l.nii.gz"))
     assert data.splits["training"] == (Item(tmp_path / "a.png", tmp_path / "m.png"),)
@@ -120,11 +120,6 @@ def test_paths_of_windows_are_read(tmp_path: Path) -> None:
         tmp_path, {"training": [{"image": "images\\a.png", "label": ".\\images\\m.png"}]}, "images/a.png", "images/m.png"
     )
     assert read_datalist(path).splits["training"] == (Item(tmp_path / "images/a.png", tmp_path / "images/m.png"),)
-
-
-def test_a_null_patient_is_none(tmp_path: Path) -> None:
-    data = read_datalist(write(tmp_path, {"training": [{"image": "a.png", "patient": None, "study": None}]}, "a.png"))
-    assert data.splits["training"] == (Item(tmp_path / "a.png", None),)
 
 
 @pytest.mark.parametrize(("label", "is_class"), [("1.0", True), ("St. Gallen", True), ("gone.png", False), ("m.npy", False)])

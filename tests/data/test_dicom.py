@@ -123,9 +123,6 @@ def test_frames_of_one_file_are_put_in_order_and_scaled_one_by_one(tmp_path: Pat
     assert np.allclose(volumes.header(path).grid.affine[:3], CASES["axial"][2])
     expected = np.stack([PLANES[k].T * (k + 1.0) - 5 for k in range(3)], axis=2)
     assert np.array_equal(volumes.voxels(path), expected)
-
-
-def test_two_frames_at_one_place_are_refused(tmp_path: Path) -> None:
     path = dicoms.save(enhanced((0, 1, 0, 1)), tmp_path / "a.dcm")
     refused("holds 4 images at 2 places; save each echo, phase or time", volumes.header, path)
 

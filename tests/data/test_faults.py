@@ -130,9 +130,14 @@ STOPS: dict[str, tuple[Case, str, str]] = {
     "mask of broken numbers": (
         lambda f: volumes(f, label=blob() * np.float32(0.5), slice=1),
         "mask of broken numbers",
-        "between whole numbers",
+        "between whole numbers, such as 0.5: it is anti-aliased, or holds probabilities; save label values",
     ),
     "a class": (lambda f: pair(f) | {"label": 3}, "class instead of a mask", "label 3 is a class"),
+    "annotated": (
+        lambda f: pair(f) | {"annotated": ["liver"]},
+        "undeclared class",
+        "annotated class 'liver' is not a class of the task",
+    ),
 }
 """What stops a training: files, kind in the report, words in its line."""
 
@@ -305,6 +310,7 @@ def test_all_bad_ones_are_named_and_counted(tmp_path: Path) -> None:
     entries = [entry | {"image": write_bytes(tmp_path / f"{i}.png", b"")} for i in range(13)]
     report = check(tmp_path, entry, *entries, test=[entry | {"image": "gone.png"}])
     assert [len(lines) for lines in report.problems.values()] == [1, 13]
+    assert [(one["count"], len(one["first"])) for one in report.to_dict()["problems"].values()] == [(1, 1), (13, 10)]
     assert report.verdict_lines[1] == (
         "with bad_samples: skip in site.yaml it would leave out 13 of 14 training, 1 of 1 test samples"
     )

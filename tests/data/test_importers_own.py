@@ -239,15 +239,6 @@ def test_folds_are_no_sites(tmp_path: Path) -> None:
     assert import_set("own", tmp_path / "raw", tmp_path / "lists")["sites"].keys() == {"ward-1", "ward-2", "ward-3"}
 
 
-def test_two_values_of_one_name_are_one_class(tmp_path: Path) -> None:
-    for number in range(4):
-        put(tmp_path / "raw", "a", f"{number}", (0, 1, 2, 3))
-    (tmp_path / "raw" / "dataset.json").write_text(
-        json.dumps({"labels": {"0": "no", "1": "lesion", "2": "lesion", "3": "organ"}})
-    )
-    assert import_set("own", tmp_path / "raw", tmp_path / "lists")["classes"] == {"lesion": [1, 2], "organ": [3]}
-
-
 def test_patients_in_two_splits_are_told(tmp_path: Path) -> None:
     for split in ("train", "test"):
         for number in range(3):
@@ -256,15 +247,6 @@ def test_patients_in_two_splits_are_told(tmp_path: Path) -> None:
     assert any("3 patients are in several splits" in note for note in told["notes"])
     told = import_set("own", tmp_path / "raw", tmp_path / "anew", Options(resplit=True))
     assert not any("several splits" in note for note in told["notes"])
-
-
-def test_two_folders_never_become_one_site(tmp_path: Path) -> None:
-    for site in ("site 1", "site-1"):
-        put(tmp_path / "raw", site, "a")
-    with pytest.raises(
-        DataError, match="'site 1' and 'site-1' would both be site 'site-1'; name one otherwise: --rename 'site-1=NAME'"
-    ):
-        import_set("own", tmp_path / "raw", tmp_path / "lists")
 
 
 LONE = [("test", (0, 0, 8)), ("test_set", (0, 0, 8)), ("train", (8, 0, 0)), ("Training", (8, 0, 0))]

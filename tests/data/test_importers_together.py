@@ -163,5 +163,3 @@ def test_the_command_takes_sites_names_and_folders(
     assert "--rename: 'ohio': expected OLD=NEW" in capsys.readouterr().err
     assert run(monkeypatch, *words, "--size", "xl") == 2
     assert "--size: 'xl': monusac has one; leave it out" in capsys.readouterr().err
-    assert run(monkeypatch, *words, "--exact-values") == 2
-    assert "--exact-values: monusac does not take it; leave it out" in capsys.readouterr().err

@@ -17,7 +17,6 @@ from consilium.data.datalist import Item
 from consilium.data.pixel_values import is_anti_aliased
 from consilium.data.settings import DEFAULTS
 from consilium.report.page.data_pages import read_picture_or_plane
-from tests.conftest import refused
 from tests.data.importing import read_mask
 
 LESION = {"lesion": [1]}
@@ -103,11 +102,6 @@ def test_labels_of_a_scaled_mask_are_whole(slope: float, intercept: float, store
     made.header.set_slope_inter(slope, intercept)
     nibabel.save(made, tmp_path / "m.nii")
     assert (read_mask(tmp_path / "m.nii") == wanted).all()
-
-
-def test_probabilities_are_no_labels(tmp_path: Path) -> None:
-    volume(tmp_path / "m.nii", np.array([[[0.0], [0.25], [1.0]]], np.float32), None, np.eye(4))
-    refused(r"such as 0.25: it is anti-aliased, or holds probabilities; save label values", read_mask, tmp_path / "m.nii")
 
 
 @pytest.mark.parametrize(

@@ -330,6 +330,8 @@ def test_classes_have_the_names_of_dataset_json(labels: dict[str, Any], tmp_path
     (tmp_path / "raw/dataset.json").write_text(json.dumps({"labels": labels, "channel_names": {"0": "CT"}}))
     told = import_set("own", tmp_path / "raw", tmp_path / "lists")
     assert told["classes"] == {"liver": [1], "tumor": [2]}
+    (tmp_path / "raw/dataset.json").write_text(json.dumps({"labels": {"0": "no", "1": "lesion", "2": "lesion"}}))
+    assert import_set("own", tmp_path / "raw", tmp_path / "more")["classes"] == {"lesion": [1, 2]}
 
 
 @pytest.mark.parametrize("remedy", ["zero", "named"])

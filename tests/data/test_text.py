@@ -8,7 +8,6 @@ import pytest
 
 from consilium.config.site import Given, find_site, is_site_folder
 from consilium.core.errors import ConfigError, DataError
-from consilium.data.check import check_texts
 from consilium.data.text import read_records, read_texts
 from consilium.federation.site_names import site_names
 from consilium.tasks.language.answers import canonical_answer
@@ -38,15 +37,6 @@ def test_a_record_says_whose_it_is_and_only_a_pseudonym_is_kept(tmp_path: Path) 
     assert seven == same != first
     assert nobody == ""
     assert "ward" not in first  # no letters of a hexadecimal number
-
-
-def test_a_patient_in_two_splits_is_a_problem(tmp_path: Path) -> None:
-    write(
-        tmp_path, "training.jsonl", {"input": "a", "output": "x", "patient": "p"}, {"input": "b", "output": "x", "patient": "q"}
-    )
-    write(tmp_path, "test.jsonl", {"input": "c", "output": "x", "patient": "q"})
-    found = check_texts(tmp_path).problems
-    assert found == {"patient in two splits": ["test: test.jsonl:1 = training: training.jsonl:2"]}
 
 
 def test_line_separators_inside_a_text_do_not_split_a_record(tmp_path: Path) -> None:
