@@ -17,6 +17,7 @@ from consilium.data import volumes
 from consilium.data.datalist import read_datalist
 from consilium.data.planes_and_tiles import expand
 from consilium.data.safe_open import is_dicom
+from tests.data.importing import import_set
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it calls itself experimental
@@ -219,6 +220,18 @@ def test_a_list_of_studies_becomes_planes_that_know_their_patient(tmp_path: Path
     assert len({item.patient for item in items}) == 2
     assert items[0].patient == items[3].patient != items[6].patient
     assert len({item.study for item in items}) == 3
+
+
+@pytest.mark.parametrize("cell", ["I{}.dcm", "I{}"])
+def test_table_names_files_without_their_folder(cell: str, tmp_path: Path) -> None:
+    """Masks of another table are DICOM files beside it, and no names of classes."""
+    for number in range(4):
+        dicoms.save(dicoms.placed(PLANES[0] + number, (0, 0, 0)), tmp_path / f"ct/I{number}.dcm")
+        dicoms.save(dicoms.placed(np.uint8(PLANES[0] > 9), (0, 0, 0)), tmp_path / f"m{number}.dcm")
+    (tmp_path / "t.csv").write_text("\n".join(["image,label", *(f"{cell.format(n)},{n % 2}" for n in range(4))]))
+    assert import_set("csv", tmp_path / "t.csv", tmp_path / "a")["classes"] == ["0", "1"]
+    (tmp_path / "t.csv").write_text("\n".join(["image,label", *(f"{cell.format(n)},m{n}.dcm" for n in range(4))]))
+    assert import_set("csv", tmp_path / "t.csv", tmp_path / "b")["classes"] == {"object": [1]}
 
 
 def test_a_name_and_a_day_of_birth_stand_for_a_patient_without_a_number(tmp_path: Path) -> None:

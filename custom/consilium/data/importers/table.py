@@ -27,7 +27,7 @@ from consilium.data.importers.base import (
 from consilium.data.importers.labels import result_of_labels
 from consilium.data.pairs import compose_unicode, role_of_name, without_ending
 from consilium.data.patients import check_identifier
-from consilium.data.safe_open import PICTURES, is_there, is_volume, path_in_any_unicode_form
+from consilium.data.safe_open import DICOM, PICTURES, is_there, is_volume, path_in_any_unicode_form
 
 LAYOUT = (
     "a CSV file with a picture a line: columns image (a path from the file's folder) and label (its class, or the path of its "
@@ -43,6 +43,7 @@ SEPARATOR = re.compile(r"\s*\"?sep=(.)\"?[\s,;]*", re.IGNORECASE)
 """Excel's line that names the separator of columns."""
 ONE = "one list for all, no sites: share it out with `consilium data partition` of its datalist.json"
 _FLAGS = {"0": False, "0.0": False, "false": False, "no": False, "1": True, "1.0": True, "true": True, "yes": True}
+_ENDINGS = (*PICTURES, *DICOM)
 _OTHER = {"image": "mask", "label": "image"}
 """By field, the kind of folder in which its files are not searched."""
 _TOLD = 5
@@ -277,13 +278,13 @@ def _split_column_names(name: str, there: Sequence[str]) -> list[str]:
 def _propose_column(what: str, there: Sequence[str], rows: Sequence[Row]) -> str:
     """Return the column that may hold field `what`, by its cells: names of pictures, or few classes. "NAME" if none does."""
     kinds = {name: len({row.values[name] for row in rows}) for name in there}
-    files = [name for name in there if any(row.values[name].lower().endswith(PICTURES) for row in rows[:_LOOKED_AT])]
+    files = [name for name in there if any(row.values[name].lower().endswith(_ENDINGS) for row in rows[:_LOOKED_AT])]
     classes = sorted((name for name, count in kinds.items() if 1 < count <= len(rows) // 2), key=kinds.__getitem__)
     return next(iter([*files, *(classes if what == "label" else [])]), "NAME")
 
 
 def _is_picture_path(source: Path, cell: str) -> bool:
-    return cell.lower().endswith(PICTURES) or (
+    return cell.lower().endswith(_ENDINGS) or (
         bool(re.search(r"[/\\]", cell)) and _find_picture(source.parent, cell) is not None
     )
 
@@ -307,9 +308,8 @@ def _find_files_and_note(table: Table, rows: Sequence[Row]) -> dict[tuple[str, s
     found = {key: path for key in lines if (path := _find_picture(table.path.parent, key[1]))}
     if len(found) == len(lines):
         return found
-    names = (
-        (name, path) for path in find_files(table.path.parent, PICTURES) for name in {path.name, without_ending(path.name)}
-    )
+    there = find_files(table.path.parent, _ENDINGS)
+    names = ((name, path) for path in there for name in {path.name, path.stem, without_ending(path.name)})
     below = group_by_key((compose_unicode(name).casefold(), path) for name, path in names)
     lost, taken = list[str](), set(found.values())
     for one, cell in sorted(lines.keys() - found.keys(), key=lambda key: (lines[key], key)):
