@@ -14,7 +14,9 @@ from pydicom import Dataset, dcmread  # isort: skip
 
 from consilium.core.errors import DataError
 from consilium.data import volumes
+from consilium.data.check import check_datalist
 from consilium.data.datalist import read_datalist
+from consilium.data.importers.base import Options
 from consilium.data.planes_and_tiles import expand
 from consilium.data.safe_open import is_dicom
 from tests.data.importing import import_set
@@ -232,6 +234,19 @@ def test_table_names_files_without_their_folder(cell: str, tmp_path: Path) -> No
     assert import_set("csv", tmp_path / "t.csv", tmp_path / "a")["classes"] == ["0", "1"]
     (tmp_path / "t.csv").write_text("\n".join(["image,label", *(f"{cell.format(n)},m{n}.dcm" for n in range(4))]))
     assert import_set("csv", tmp_path / "t.csv", tmp_path / "b")["classes"] == {"object": [1]}
+
+
+def test_patients_of_a_table_stay_in_one_split(tmp_path: Path) -> None:
+    """The files name them, the table and the list do not."""
+    for number in range(24):
+        pixels = np.random.default_rng(number).integers(0, 4000, (4, 6)).astype(np.uint16)
+        made = dicoms.placed(pixels, (0, 0, 0), PatientID=f"P{number % 6}", StudyInstanceUID=f"1.2.{number}")
+        dicoms.save(made, tmp_path / f"{number}.dcm")
+    (tmp_path / "t.csv").write_text("\n".join(["image,label", *(f"{n}.dcm,{n % 2}" for n in range(24))]))
+    told = import_set("csv", tmp_path / "t.csv", tmp_path / "out", Options(test=0.5, validation=0))
+    assert told["sites"]["t"]["test"] == 16  # two of three patients of each class
+    assert check_datalist(tmp_path / "out/t/datalist.json").problems == {}
+    assert "P1" not in (tmp_path / "out/t/datalist.json").read_text()
 
 
 def test_a_name_and_a_day_of_birth_stand_for_a_patient_without_a_number(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 from consilium.core.errors import ConfigError, ConsiliumError, DataError
 from consilium.core.grouping import group_by_key
 from consilium.core.schema import did_you_mean
+from consilium.data import volumes
 from consilium.data.class_checks import EACH_ITS_OWN, doubtful_name_findings
 from consilium.data.folders import describe_renames, select_sites, split_of, valid_site_names
 from consilium.data.importers.base import (
@@ -27,7 +29,7 @@ from consilium.data.importers.base import (
 from consilium.data.importers.labels import result_of_labels
 from consilium.data.pairs import compose_unicode, role_of_name, without_ending
 from consilium.data.patients import check_identifier
-from consilium.data.safe_open import DICOM, PICTURES, is_there, is_volume, path_in_any_unicode_form
+from consilium.data.safe_open import DICOM, PICTURES, is_there, is_volume, path_in_any_unicode_form, volume_format
 
 LAYOUT = (
     "a CSV file with a picture a line: columns image (a path from the file's folder) and label (its class, or the path of its "
@@ -83,7 +85,11 @@ class Table:
             values, (who, split) = row.values, _patient_and_split(self.path, row)
             label = files["label", values["label"]] if self.has_masks else values["label"]
             own, image = values.get("site", "") or site, files["image", values["image"]]
-            one = SourceSample(own, who or values["image"], image, label, split=split, is_patient=bool(who))
+            group = who or values["image"]
+            if not who and volume_format(image) == "dicom":  # the file names its patient; the list will not
+                with suppress(DataError):
+                    group = volumes.header(image).patient or group
+            one = SourceSample(own, group, image, label, split=split, is_patient=bool(who))
             place = os.path.realpath(str(one.image))  # one file under two names might get into two splits
             if (before := known.setdefault(place, row.number)) != row.number:
                 raise DataError(
