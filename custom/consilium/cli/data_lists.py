@@ -78,8 +78,11 @@ def data_check(
         write_report(report, found, shared, task)
     every = {name: one.to_dict() for name, one in found.items()}
     between = {kind: {"count": len(lines), "first": lines[:NAMED]} for kind, lines in shared.items()}
-    told_of = next(iter(every.values())) if len(every) == 1 else {"sites": every, "between_sites": between}
-    emit(told_of | {"proposals": told}, _check_lines(every, between, told, report), format)
+    emit(
+        (next(iter(every.values())) if len(every) == 1 else {"sites": every, "between_sites": between}) | {"proposals": told},
+        _check_lines(every, between, told, report),
+        format,
+    )
     raise typer.Exit(1 if any(one.problems for one in found.values()) else 0)
 
 

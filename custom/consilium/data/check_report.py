@@ -116,13 +116,15 @@ class Findings:
 
     def to_dict(self, named: int | None = NAMED) -> dict[str, Any]:
         """Return the findings as plain JSON values, with the first `named` lines per kind, or all lines for None."""
-        values = sorted(self.label_values.items(), key=lambda pair: (isinstance(pair[0], str), pair[0]))
         return {
             "path": self.path,
             "samples": self.samples,
             "planes": dict(self.planes),
             "sizes": dict(self.sizes),
-            "images_with_label_value": {str(value): count for value, count in values},
+            "images_with_label_value": {
+                str(value): self.label_values[value]
+                for value in sorted(self.label_values, key=lambda one: (isinstance(one, str), one))
+            },
             "images_of_class": {name: dict(by_split) for name, by_split in sorted(self.images_of_class.items())},
             "problems": {kind: {"count": len(lines), "first": lines[:named]} for kind, lines in self.problems.items()},
             "warnings": {kind: {"count": len(lines), "first": lines[:named]} for kind, lines in self.warnings.items()},

@@ -258,8 +258,9 @@ def image_shape(item: Item, settings: PictureSettings = DEFAULTS) -> tuple[int, 
     """Return an image's (rows, columns), from its header. Raises DataError for a bad or too large image, or a missing plane."""
     if volumes.is_volume(item.image):
         header = volumes.header(item.image, item.affine)
-        nothing = np.broadcast_to(np.zeros((), bool), header.grid.shape)
-        rows, columns = header.grid.cut(nothing, item.axis, images.plane_number(item, item.image, header)).shape
+        rows, columns = header.grid.cut(
+            np.broadcast_to(np.zeros((), bool), header.grid.shape), item.axis, images.plane_number(item, item.image, header)
+        ).shape
         return rows, columns
     if item.tile is not None:
         slides.shape(item.image, level_of(settings))

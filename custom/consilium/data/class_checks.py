@@ -77,8 +77,11 @@ def classes_for(by_site: Iterable[Collection[Value]]) -> dict[str, list[int]]:
 
 def undeclared_label_values(values: Collection[Value], classes: Classes) -> list[int]:
     """Return the values that no class declares, sorted, without 0 and without names of regions."""
-    declared = {0, *(value for wanted in classes.values() for value in wanted)}
-    return sorted(value for value in set(values) - declared if isinstance(value, int))
+    return sorted(
+        value
+        for value in set(values) - {0, *(value for wanted in classes.values() for value in wanted)}
+        if isinstance(value, int)
+    )
 
 
 def undeclared_remedy(by_site: Sequence[Collection[Value]], classes: Classes) -> str:

@@ -70,8 +70,16 @@ class DiskCache:
         Raises DataError if the item's files cannot be read.
         """
         label = self._file_hash(item.label) if isinstance(item.label, Path) else item.label
-        place = (getattr(item, one.name) for one in fields(item) if one.name not in _APART)
-        return salted_hash(self.salt, what, settings, VERSION, PIL.__version__, *place, self._file_hash(item.image), label)
+        return salted_hash(
+            self.salt,
+            what,
+            settings,
+            VERSION,
+            PIL.__version__,
+            *(getattr(item, one.name) for one in fields(item) if one.name not in _APART),
+            self._file_hash(item.image),
+            label,
+        )
 
     def _file_hash(self, path: Path) -> str:
         """Return a salted hash of a path and the state of its file or files; of their content if one changed just now.

@@ -213,8 +213,11 @@ def _roles(folder: Path, files: Sequence[Path], open_all_files: bool) -> tuple[l
         parts, name = list(inside.parent.parts), without_ending(inside.name)
         # the short name lacks a folder: with `by_words` the last one named images or masks, else the last one
         places = [i for i, part in enumerate(parts) if not by_words or role_of_name(part)] if drawn else []
-        short = [part for i, part in enumerate(parts) if i not in places[-1:]]
-        found = Names(path, compose_unicode("/".join([*parts, name])), compose_unicode("/".join([*short, name])))
+        found = Names(
+            path,
+            compose_unicode("/".join([*parts, name])),
+            compose_unicode("/".join([*(part for i, part in enumerate(parts) if i not in places[-1:]), name])),
+        )
         (masks if path in chosen else images).append(found)
     return images, masks, named
 

@@ -108,8 +108,12 @@ def _count_allocated_parts(code: bytes, start: int) -> int:
         elif marker == _STYLE:
             found = max(found, _count_blocks_and_precincts(code[at + 4 : at + 2 + length], 5, width, height, components))
         elif marker == _STYLE_OF_COMPONENT:
-            first = at + (5 if components < 257 else 6)
-            found = max(found, _count_blocks_and_precincts(code[first : at + 2 + length], 1, width, height, components))
+            found = max(
+                found,
+                _count_blocks_and_precincts(
+                    code[(at + (5 if components < 257 else 6)) : at + 2 + length], 1, width, height, components
+                ),
+            )
         elif marker == _DATA:
             if ends <= at:
                 break

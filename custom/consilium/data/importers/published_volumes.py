@@ -56,8 +56,9 @@ def read_prostate(source: Path, options: Options) -> ImportResult:
         images, masks = dict[str, Path](), dict[str, Path]()  # segmentations are beside the images, or in a folder labels/
         for path in find_files(there[0], ENDINGS):
             stem = path.name.removesuffix(".gz").removesuffix(".nii").lower()
-            is_mask = stem.endswith("_segmentation") or path.parent.name.lower() == "labels"
-            (masks if is_mask else images)[stem.removesuffix("_segmentation")] = path
+            (masks if stem.endswith("_segmentation") or path.parent.name.lower() == "labels" else images)[
+                stem.removesuffix("_segmentation")
+            ] = path
         if not images:
             raise wrong_layout(there[0], "CaseXX.nii.gz with CaseXX_segmentation.nii.gz")
         if bare := sorted(images.keys() - masks.keys()):

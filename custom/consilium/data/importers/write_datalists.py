@@ -128,8 +128,7 @@ def arrange_by_site(samples: Sequence[Sample], name: str, options: Options) -> t
     for site, mine in sorted(group_by_key((sample.site, sample) for sample in samples).items()):
         splits = split_site(mine, site, options)
         enough = sum(map(len, splits.values())) >= options.minimum
-        only_tests = not splits["validation"] and all(isinstance(one, SourceSample) for one in mine)
-        if enough and (splits["training"] or only_tests):
+        if enough and (splits["training"] or not (splits["validation"] or isinstance(mine[0], TextRecord))):
             found[site] = splits
         else:
             dropped.append(site)
