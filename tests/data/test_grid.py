@@ -202,9 +202,11 @@ def test_the_check_of_data_looks_at_the_planes_that_training_sees(tmp_path: Path
     ]
 
 
-@pytest.mark.parametrize("orientation", ["RAS", "LPS", "RAI", "SPL", "ASR"])
+@pytest.mark.parametrize("orientation", ["RAS", "LPS", "RPS", "ALS", "RAI", "SPL", "ASR"])
 def test_a_stored_plane_is_the_files_own(orientation: str) -> None:
     image = stored(orientation)
     grid, values = Grid(image.shape, image.affine), np.asarray(image.dataobj)
     for number in range(grid.plane_count("stored")):
         assert set(grid.cut(values, "stored", number).ravel()) == set(values[:, :, number].ravel())
+        if orientation.endswith("S"):  # the patient's right is at the left, however rows and columns are stored
+            assert np.array_equal(grid.cut(values, "stored", number), seen("axial", number))

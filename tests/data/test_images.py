@@ -14,7 +14,6 @@ from consilium.data import pictures
 from consilium.data.datalist import Item
 from consilium.data.images import augment, read_image, read_sample
 from tests.conftest import refused
-from tests.data.importing import read_mask
 
 CLASSES = {"disc": [1, 2], "cup": [2]}
 
@@ -155,23 +154,6 @@ def test_pictures_are_turned_as_their_tag_says(name: str, options: dict[str, str
     expected = UPRIGHT[orientation](stored)
     assert np.array_equal(pictures.read(tmp_path / name), expected)
     assert pictures.picture_shape(tmp_path / name) == expected.shape
-
-
-@pytest.mark.parametrize("axes", [(1, 1), (-1, -1), (-1, 1)])
-def test_nifti_planes_are_anatomical_whatever_their_storage(axes: tuple[int, int], tmp_path: Path) -> None:
-    """A bright spot at the patient's right front belongs at the top left of the picture."""
-    x_sign, y_sign = axes
-    volume = np.zeros((30, 20, 4), np.float32)
-    volume[25 if x_sign > 0 else 4, 17 if y_sign > 0 else 2, 1] = 100
-    nibabel.save(nibabel.Nifti1Image(volume, np.diag([x_sign, y_sign, 1, 1])), tmp_path / "v.nii.gz")
-    image = read_image(Item(tmp_path / "v.nii.gz", None, 1))
-    assert image.shape == (20, 30, 3)
-    row, column = np.unravel_index(image[..., 0].argmax(), (20, 30))
-    assert (row, column) == (2, 4)
-    mask = read_mask(tmp_path / "v.nii.gz", 1)
-    assert mask[2, 4] == 100
-    refused('has 4 planes; name one by "slice"', read_image, tmp_path / "v.nii.gz")
-    refused("slice 9 is outside", read_image, Item(tmp_path / "v.nii.gz", None, 9))
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.float32])

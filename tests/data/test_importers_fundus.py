@@ -115,15 +115,11 @@ def test_feddgs_domains_are_sites_of_rim_and_cup(domains: Path, tmp_path: Path) 
 def test_feddg_broken(domains: Path, tmp_path: Path) -> None:
     inverted = domains / "Fundus/Domain1/test/ROIs/mask/gdrishtiGS_009.png"
     mask(inverted, {128: OUTER, 255: INNER})
-    with pytest.raises(
-        DataError, match=r"gdrishtiGS_009\.png: expected 255 \(background\) in the corners.*found a dark corner"
-    ):
-        import_set("fundus-feddg", domains, tmp_path / "out")
+    asked = import_set, "fundus-feddg", domains, tmp_path / "out"
+    refused(r"gdrishtiGS_009\.png: expected 255 \(background\) in the corners.*found a dark corner", *asked)
     inverted.unlink()
-    with pytest.raises(DataError, match=r"gdrishtiGS_009\.png: expected a mask named gdrishtiGS_009; found none among 1"):
-        import_set("fundus-feddg", domains, tmp_path / "out")
+    refused(r"gdrishtiGS_009\.png: expected a mask named gdrishtiGS_009; found none among 1", *asked)
     (domains / "Fundus/Domain1/test").rename(domains / "Fundus/Domain1/val")
-    with pytest.raises(DataError, match=r"Domain1: expected train/ROIs and test/ROIs; found train/, val/"):
-        import_set("fundus-feddg", domains, tmp_path / "out")
+    refused(r"Domain1: expected train/ROIs and test/ROIs; found train/, val/", *asked)
     with pytest.raises(DataError, match=r"expected folders Domain1 to Domain4, .*; found image/, mask/"):
         import_set("fundus-feddg", domains / "Fundus/Domain2/test/ROIs", tmp_path / "out")

@@ -55,27 +55,20 @@ def test_gsm8k_has_its_final_answer_and_no_calculator(tmp_path: Path) -> None:
 
 def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path) -> None:
     write(tmp_path, "train.jsonl", {"question": "a", "answer": "b #### 1"}, {"question": "a", "solution": "b"})
-    with pytest.raises(
-        DataError, match=r"train\.jsonl:2: expected question \(str\), answer \(str\); found question \(str\), solu"
-    ):
-        import_set("gsm8k", tmp_path, tmp_path / "out")
+    asked = import_set, "gsm8k", tmp_path, tmp_path / "out"
+    refused(r"train\.jsonl:2: expected question \(str\), answer \(str\); found question \(str\), solu", *asked)
     write(tmp_path, "train.jsonl", {"question": "a", "answer": "b"})
-    with pytest.raises(DataError, match=r"train\.jsonl:1: expected an answer with its result behind ####; found 'b'"):
-        import_set("gsm8k", tmp_path, tmp_path / "out")
+    refused(r"train\.jsonl:1: expected an answer with its result behind ####; found 'b'", *asked)
     write(tmp_path, "train.jsonl", "{")
-    refused(r"train\.jsonl:1: not valid JSON", import_set, "gsm8k", tmp_path, tmp_path / "out")
+    refused(r"train\.jsonl:1: not valid JSON", *asked)
     write(tmp_path, "train.jsonl", {"question": "a \ud800", "answer": "b #### 1"})
     write(tmp_path, "test.jsonl", {"question": "c", "answer": "b #### 1"})
-    refused(r"half a character", import_set, "gsm8k", tmp_path, tmp_path / "out")
+    refused(r"half a character", *asked)
     (tmp_path / "train.jsonl").unlink()
-    with pytest.raises(
-        DataError, match=r"expected train\.jsonl and test\.jsonl with question and answer.*; found test\.jsonl$"
-    ):
-        import_set("gsm8k", tmp_path, tmp_path / "out")
+    refused(r"expected train\.jsonl and test\.jsonl with question and answer.*; found test\.jsonl$", *asked)
     for copy in ("a", "b"):
         write(tmp_path / copy, "train.jsonl", {"question": "a", "answer": "b #### 1"})
-    with pytest.raises(DataError, match=r"expected one train\.jsonl; found .*a/train\.jsonl and .*b/train\.jsonl"):
-        import_set("gsm8k", tmp_path, tmp_path / "out")
+    refused(r"expected one train\.jsonl; found .*a/train\.jsonl and .*b/train\.jsonl", *asked)
     assert not (tmp_path / "out").exists()
 
 
@@ -152,15 +145,14 @@ def test_medquads_sources_are_sites_and_empty_answers_are_left_out(tmp_path: Pat
     assert not pages["training"] & pages["test"]
     assert not pages["training"] & pages["validation"]
     (source / "1_CancerGov_QA/0000001_1.xml").write_text("<Document>")
-    refused(r"0000001_1\.xml: expected XML of QAPairs; found otherwise", import_set, "medquad", source, tmp_path / "bad")
+    asked = import_set, "medquad", source, tmp_path / "bad"
+    refused(r"0000001_1\.xml: expected XML of QAPairs; found otherwise", *asked)
     (source / "1_CancerGov_QA/0000001_1.xml").write_text('<!DOCTYPE D [<!ENTITY a "b">]><D>&a;</D>')
-    with pytest.raises(DataError, match=r"0000001_1\.xml: .*declares a document type.*; give the publisher's file"):
-        import_set("medquad", source, tmp_path / "bad")
+    refused(r"0000001_1\.xml: .*declares a document type.*; give the publisher's file", *asked)
     (source / "1_CancerGov_QA/0000001_1.xml").write_text("<D>" * 65 + "</D>" * 65)
-    with pytest.raises(DataError, match=r"0000001_1\.xml: .*nested over 64 deep.*; give the publisher's file"):
-        import_set("medquad", source, tmp_path / "bad")
+    refused(r"0000001_1\.xml: .*nested over 64 deep.*; give the publisher's file", *asked)
     (source / "1_CancerGov_QA/0000001_1.xml").write_text("<D>" + " " * 2**22 + "</D>")
-    refused(r"0000001_1\.xml: .*; give the publisher's file", import_set, "medquad", source, tmp_path / "bad")
+    refused(r"0000001_1\.xml: .*; give the publisher's file", *asked)
     with pytest.raises(DataError, match=r"expected folders such as 1_CancerGov_QA .*; found other\.xml"):
         import_set("medquad", source / "QA-TestSet", tmp_path / "bad")
 
@@ -318,13 +310,10 @@ def test_a_bad_choice_is_named(name: str, label: dict[str, Any], message: str, t
 def test_labels_of_their_own_file_must_be_as_many(tmp_path: Path) -> None:
     publish(tmp_path, "piqa")
     (tmp_path / "train-labels.lst").write_text("0\n" * 18)
-    with pytest.raises(
-        DataError, match=r"train-labels\.lst: expected 20 labels, as many as train\.jsonl has records; found 18"
-    ):
-        import_set("piqa", tmp_path, tmp_path / "bad")
+    asked = import_set, "piqa", tmp_path, tmp_path / "bad"
+    refused(r"train-labels\.lst: expected 20 labels, as many as train\.jsonl has records; found 18", *asked)
     (tmp_path / "train-labels.lst").unlink()
-    with pytest.raises(DataError, match=r"train\.jsonl: expected train-labels\.lst beside it; found none; complete the set"):
-        import_set("piqa", tmp_path, tmp_path / "bad")
+    refused(r"train\.jsonl: expected train-labels\.lst beside it; found none; complete the set", *asked)
 
 
 def test_a_size_names_the_file_of_training(tmp_path: Path) -> None:
