@@ -1,13 +1,14 @@
 """Data lists: the Decathlon layout, and one clear line for everything else."""
 
 import json
+import os
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
 from consilium.core.errors import DataError
-from consilium.data.datalist import DataList, Item, Lost, pool, read_datalist, with_challenge_splits
+from consilium.data.datalist import DataList, Item, Lost, cropped_item, pool, read_datalist, with_challenge_splits
 from consilium.data.safe_open import path_in_any_unicode_form
 from tests.conftest import refused
 
@@ -128,6 +129,17 @@ def test_a_class_may_have_a_dot(label: str, is_class: bool, tmp_path: Path) -> N
     lost: list[Lost] = []
     found = [item.label for item in read_datalist(path, None, lost).splits["training"]]
     assert found == [label] if is_class else found == [tmp_path / label] or lost[0][1].kind == "missing file"
+
+
+def test_name_that_is_no_unicode_is_read_if_the_file_is_there(tmp_path: Path) -> None:
+    """Archives of Windows have such names, and imports write them into lists."""
+    name = os.fsdecode(b"B\xe4r.png")
+    path = write(tmp_path, {"training": [{"image": name, "label": "a"}]}, name)
+    (item,) = read_datalist(path, True).splits["training"]
+    assert item.image == tmp_path / name
+    assert cropped_item(item, 32, 0).crop is not None  # whose place is drawn from the name
+    (tmp_path / name).unlink()
+    refused("has half a character in it", read_datalist, path, True)
 
 
 def test_class_names_are_not_looked_up_on_the_disk(tmp_path: Path) -> None:

@@ -389,7 +389,9 @@ def _read_entry(path: Path, where: str, entry: Any, classes: bool | None, annota
         raise DataError(f'{where}: has no "image" path; write {{"image": "a.png", "label": "b.png"}}')
     if unknown := sorted(entry.keys() - ENTRY_KEYS):
         raise DataError(f"{where}: unknown key {unknown[0][:80]!r}; known are {', '.join(sorted(ENTRY_KEYS))}")
-    if broken := [value for value in entry.values() if isinstance(value, str) and not is_encodable(value)]:
+    texts = {key: value for key, value in entry.items() if isinstance(value, str) and not is_encodable(value)}
+    # names of files may be no Unicode, as in archives of Windows; such a name is read if the file is there
+    if broken := [v for key, v in texts.items() if not (key in ("image", "label") and is_there(path.parent / v))]:
         raise DataError(f"{where}: {broken[0][:80]!r} has half a character in it (a surrogate); write the whole one")
     _check_values(where, entry)
     label = entry.get("label")
