@@ -45,6 +45,13 @@ def adapted() -> Two:
     return model
 
 
+def tailed() -> Two:
+    """Return the model with a dual-rank adapter of 2 trained ranks."""
+    model = Two()
+    dual_rank.inject(model, DualRankConfig(kind="dual_rank", rank=2, scaling=2.0, targets="encoder"), CAUSAL_LM)
+    return model
+
+
 def test_defaults_of_the_kinds() -> None:
     plain = {"start": None, "targets": "paper", "dropout": 0.0}
     assert LoraConfig().model_dump() == plain | {"kind": "lora", "rank": 8, "alpha": 8.0, "decoder": "freeze"} | {
@@ -56,6 +63,7 @@ def test_defaults_of_the_kinds() -> None:
     assert {name: kind.unequal_ranks for name, kind in ADAPTERS.items()} == {
         "lora": False, "dual_rank": True, "bottleneck": False, "full": False
     }  # fmt: skip
+    assert [ADAPTERS[kind].config(kind=kind).product_scaling for kind in ("bottleneck", "full")] == [1.0, 1.0]
     for config in (LoraConfig, DualRankConfig):
         kind = "lora" if config is LoraConfig else "dual_rank"
         config(kind=kind).check_per_sample_gradients()
@@ -98,8 +106,7 @@ def test_first_values_are_drawn_for_what_maps_down_and_0_for_the_rest() -> None:
 
 
 def test_disabled_within_disabled_ends_with_the_outer_one_and_trains_are_as_before() -> None:
-    tails = Two()
-    dual_rank.inject(tails, DualRankConfig(kind="dual_rank", rank=2, scaling=2.0, targets="encoder"), CAUSAL_LM)
+    tails = tailed()
     adapter_state.load(tails, {n: torch.full_like(t, 0.25) for n, t in adapter_state.tensors(tails).items()})
     for model in (adapted(), tails):
         base, before, states = Two(), model(X), adapter_state.tensors(model)
@@ -117,14 +124,10 @@ def test_disabled_within_disabled_ends_with_the_outer_one_and_trains_are_as_befo
 
 
 def test_modules_that_hold_the_adapter_and_what_switches_a_forward_pass() -> None:
-    model, tails = adapted(), Two()
-    dual_rank.inject(tails, DualRankConfig(kind="dual_rank", rank=2, scaling=2.0, targets="encoder"), CAUSAL_LM)
+    model, tails = adapted(), tailed()
     assert adapter_state.adapter_modules(tails) == [tails.encoder, tails.head]  # the parameters inside count with their module
-    assert adapter_state.adapter_modules(model) == [
-        model.encoder.lora_A["default"],
-        model.encoder.lora_B["default"],
-        model.head,
-    ]
+    factors = [model.encoder.lora_A["default"], model.encoder.lora_B["default"]]
+    assert adapter_state.adapter_modules(model) == [*factors, model.head]
     states = [adapter_state.forward_settings(model)]
     lora.scale(model, LoraConfig(), 0.5)
     states.append(adapter_state.forward_settings(model))
@@ -166,8 +169,7 @@ def test_modules_left_out_return_their_input_also_after_they_are_replaced() -> N
 
 
 def test_a_merged_layer_is_no_longer_known_as_adapted() -> None:
-    model = Two()
-    dual_rank.inject(model, DualRankConfig(kind="dual_rank", rank=2, scaling=2.0, targets="encoder"), CAUSAL_LM)
+    model = tailed()
     given = {"encoder.lora_A": torch.ones(1, 3), "encoder.lora_B": torch.ones(3, 1), "encoder.tail_A": torch.ones(2, 3)}
     given |= {"encoder.tail_B": torch.ones(3, 2), "encoder.gate": torch.tensor([0.5])}
     adapter_state.load(model, given | {"head.weight": torch.ones(2, 3), "head.bias": torch.zeros(2)})

@@ -26,10 +26,7 @@ _OLD_SAM = {
     "mask_decoder_config": _DECODER,
 }  # fmt: skip
 _GRIDS = [[8, 8], [4, 4], [2, 2]]
-_NEW_SAM = {
-    "prompt_encoder_config": _PROMPT | {"image_size": SIDE, "patch_size": 16},
-    "mask_decoder_config": _DECODER,
-}
+_NEW_SAM = {"prompt_encoder_config": _PROMPT | {"image_size": SIDE, "patch_size": 16}, "mask_decoder_config": _DECODER}
 CLASSIFIERS: dict[str, dict[str, Any]] = {
     "clip": {"text_config": _READS, "vision_config": _SEES, "projection_dim": 16},
     "clip_vision_model": _SEES,

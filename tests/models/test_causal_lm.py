@@ -92,14 +92,8 @@ TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "in
         ({"model_type": "nothing"}, "model_type 'nothing'"),
         ({"hidden_size": 8}, "model_type None"),
         ({"model_type": "vit"}, "is not a causal language model"),
-        (
-            {"model_type": "rwkv"},
-            "'rwkv': its code uses weights past their layers.*; known are llama",
-        ),
-        (
-            {"model_type": "llama", "hidden_size": "wide"},
-            r"config\.hidden_size: 'wide' is not a value that 'llama' knows",
-        ),
+        ({"model_type": "rwkv"}, "'rwkv': its code uses weights past their layers.*; known are llama"),
+        ({"model_type": "llama", "hidden_size": "wide"}, r"config\.hidden_size: 'wide' is not a value that 'llama' knows"),
         ({"model_type": "llama", "hidden_size": [8]}, r"model\.config: Validation error for field 'hidden_size'"),
         (
             {"model_type": "llama", "vocab_size": 8, "pad_token_id": 9, **TINY},
@@ -156,9 +150,7 @@ def test_a_package_that_a_model_needs_is_named_whole() -> None:
     """Gemma 3n's folder has a tower for pictures, of the package timm; `transformers` says so in three lines."""
     if is_timm_available():
         pytest.skip("timm is installed here")
-    with pytest.raises(
-        ConfigError, match=r"^model\.config: 'gemma3n' needs the package timm, which is not here; use another model$"
-    ):
+    with pytest.raises(ConfigError, match=r"^model\.config: 'gemma3n' needs the package timm, which is not here; use another"):
         build_causal_lm("folder", None, {"model_type": "gemma3n"}, weights=False)
 
 

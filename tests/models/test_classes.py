@@ -261,6 +261,10 @@ def test_successors_of_sam_take_their_own_pictures_only(kind: str, tmp_path: Pat
 
 
 def test_pixels_that_sites_would_prepare_otherwise_are_refused(clip: Made, tmp_path: Path) -> None:
+    for odd in (0.5307, ["0.5"] * 3):  # one number for all channels, as transformers takes it; no numbers
+        (clip.folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": odd}))
+        with pytest.raises(CheckpointError, match=r"model\.pixel_mean: .* has image_mean .*0\.5"):
+            _build("vision", clip, TWO)
     (clip.folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5307] * 3, "image_std": [0.2583] * 3}))
     with pytest.raises(CheckpointError, match=r"model\.pixel_mean: .* has image_mean \[0\.5307.*write that into the job"):
         _build("vision", clip, TWO)

@@ -18,6 +18,7 @@ from consilium.models.causal_lm import CAUSAL_LM, CausalLmConfig
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
 from consilium.models.meta_device import build_on_meta_device
 from consilium.models.sam import SamConfig
+from consilium.models.text_encoder import TEXT_ENCODER, TextEncoderConfig
 from consilium.models.transformers_folder import context_length
 from consilium.models.vision import VISION, VisionConfig
 from consilium.tasks.classification import ClassificationConfig
@@ -97,6 +98,19 @@ def test_a_text_longer_than_the_models_positions_is_refused(kind: str) -> None:
     _laid_out(_text(config, max_length=32))
     with pytest.raises(ConfigError, match=r"model\.max_length: 64: this folder's model has 32 positions; use 32 at most"):
         _laid_out(_text(config))
+
+
+@pytest.mark.parametrize(("kind", "most"), [("bert", 34), ("roberta", 32), ("mpnet", 32)])
+def test_a_text_encoder_reads_as_many_tokens_as_it_has_positions(kind: str, most: int) -> None:
+    """RoBERTa's kind counts positions from the one after padding's, so of 34 rows it has 32."""
+    sizes = {"max_position_embeddings": 34, "num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9}
+    config = {"model_type": kind, "pad_token_id": 1, "intermediate_size": 8, **sizes}
+    given = {"name": "text_encoder", "variant": "folder", "checkpoint": "x", "config": config, "features": "mean"}
+    longest, over = (TextEncoderConfig.model_validate(given | {"max_length": length}) for length in (most, most + 1))
+    model = TEXT_ENCODER.build(longest, TWO, None, False, False)
+    assert model(torch.full((1, most), 5)).shape == (1, 2)
+    with pytest.raises(ConfigError, match=rf"model\.max_length: {most + 1}: .* has {most} positions; use {most} at most"):
+        TEXT_ENCODER.build(over, TWO, None, False, False)
 
 
 def test_an_answer_that_leaves_no_position_to_a_prompt_is_refused_before_any_training() -> None:

@@ -125,23 +125,13 @@ def test_a_weight_that_an_embedding_shares_stays_as_it_is() -> None:
     "adapter", [{"kind": "lora", "rank": 2}, {"kind": "dual_rank", "rank": 2}], ids=lambda one: one["kind"]
 )
 def test_an_output_layer_is_known_below_its_adapter(adapter: dict[str, Any]) -> None:
-    shape = {
-        "model_type": "llama",
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 48,
-    }
+    shape = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     folder = {"variant": "folder", "checkpoint": "x", "name": "causal_lm", "max_length": 64}
-    folder["config"] = shape | {"vocab_size": 64, "tie_word_embeddings": False}  # type: ignore[assignment]
+    folder["config"] = shape | {"intermediate_size": 48, "vocab_size": 64, "tie_word_embeddings": False}  # type: ignore[assignment]
     raw = small_text("fedit").model_dump() | {"model": folder, "adapter": adapter | {"targets": r".*\.q_proj|.*lm_head"}}
     seen, model = list[str](), build_meta_model(JobConfig.model_validate(raw))
-    replace_frozen_linear(
-        model,
-        adapter_state.tensors(model).values(),
-        "nf4",
-        lambda layer, dtype: seen.append(f"{layer.in_features}x{layer.out_features}"),
-    )
+    quantize = lambda layer, dtype: seen.append(f"{layer.in_features}x{layer.out_features}")  # noqa: E731
+    replace_frozen_linear(model, adapter_state.tensors(model).values(), "nf4", quantize)
     below = [m for n, m in model.named_modules() if "lm_head" in n and isinstance(m, StoredLinear)]
     assert [(one.in_features, one.out_features) for one in below] == [(32, 64)]
     assert sorted(seen) == ["32x32"] * 4 + ["32x48"] * 2 + ["48x32"]  # attention, and the MLP's gate, up and down

@@ -190,13 +190,7 @@ def test_int8_ties_records_together_and_is_refused_at_record_level() -> None:
 
 def test_a_folder_that_is_quantized_already_is_refused_before_any_step() -> None:
     raw = small_text("fedit").model_dump()
-    shape = {
-        "model_type": "llama",
-        "hidden_size": 32,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 2,
-        "intermediate_size": 64,
-    }
+    shape = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
     quantized = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     raw["model"] |= {"variant": "folder", "checkpoint": "somewhere", "config": shape | {"quantization_config": quantized}}
     with pytest.raises(ConfigError, match=r"model\.config\.quantization_config: .*model\.dtype: nf4"):
@@ -256,11 +250,8 @@ def test_siglip_2_sees_the_same_picture(dtype: str) -> None:
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 96, "patch_size": 8}
     plain = Siglip2VisionModel(Siglip2VisionConfig(num_patches=16, **shape)).eval()
-    inputs = {
-        "pixel_values": torch.randn(1, 16, 192),
-        "pixel_attention_mask": torch.ones(1, 16, dtype=torch.long),
-        "spatial_shapes": torch.tensor([[4, 4]]),
-    }
+    inputs = {"pixel_values": torch.randn(1, 16, 192), "pixel_attention_mask": torch.ones(1, 16, dtype=torch.long)}
+    inputs |= {"spatial_shapes": torch.tensor([[4, 4]])}
     with torch.no_grad():
         wanted = plain(**inputs).last_hidden_state
         found = store_frozen_as(plain, dtype, []).to("cpu")(**inputs).last_hidden_state

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from segment_anything.modeling.transformer import Attention as DecoderAttention
 from torch import Tensor, nn
 
 from consilium.core.errors import CheckpointError, ConfigError
+from consilium.models.clip.network import build_clip
 from consilium.models.sam import attention as sam_attention, network as sam
 from consilium.models.sam.attention import FusedDecoderAttention, FusedImageAttention, split_qkv
 from consilium.models.sam.network import SHAPES, Shape, build_sam
@@ -144,14 +146,19 @@ def test_split_qkv_is_the_same_function() -> None:
     assert torch.allclose(model(images), expected, atol=1e-4)
 
 
-def test_gradient_checkpointing_gives_equal_gradients() -> None:
+@pytest.mark.parametrize(
+    ("build", "layer"),
+    [(build_sam, "image_encoder.blocks.0.attn.qkv.weight"), (build_clip, "vision_model.layers.0.attention.q_proj.weight")],
+)
+def test_gradient_checkpointing_gives_equal_gradients(build: Any, layer: str) -> None:
     images, found = torch.rand(1, 3, 64, 64) * 255, []
     for again in (False, True):
-        model = build_sam("tiny", None, 64, 1, gradient_checkpointing=again).train()
+        model = build("tiny", None, 64, 2, gradient_checkpointing=again).train()
         model.requires_grad_(False)
-        weight = model.image_encoder.blocks[0].attn.qkv.weight.requires_grad_()
-        model(images).square().mean().backward()
+        weight = model.get_parameter(layer).requires_grad_()
+        getattr(model, "features", model)(images).square().mean().backward()  # a head of 0 would pass no gradient on
         found.append(weight.grad)
+    assert found[0].any()
     assert torch.allclose(*found, rtol=1e-5)
 
 
@@ -162,24 +169,26 @@ def test_layout_alone_needs_no_weights() -> None:
 
 
 def test_bad_checkpoints_say_what_is_wrong(small_vit_b: Path, tmp_path: Path) -> None:
-    truncated, other = tmp_path / "cut.pth", tmp_path / "other.pth"
-    truncated.write_bytes(small_vit_b.read_bytes()[:5000])
-    torch.save({"weight": torch.zeros(1)}, other)
-    with pytest.raises(CheckpointError, match=r"cut\.pth: damaged or no checkpoint"):
-        build_sam("vit_b", truncated, 64, 1)
-    with pytest.raises(CheckpointError, match=r"other\.pth: holds no SAM"):
-        build_sam("vit_b", other, 64, 1)
-    with pytest.raises(CheckpointError, match=r"looks like vit_b, model\.variant is vit_l"):
-        build_sam("vit_l", small_vit_b, 64, 1)
-    with pytest.raises(CheckpointError, match="no such file"):
-        build_sam("vit_b", tmp_path / "none.pth", 64, 1)
-    with pytest.raises(CheckpointError, match="vit_b needs Meta's"):
-        build_sam("vit_b", None, 64, 1)
+    cut, legacy, other, lacking = (tmp_path / f"{name}.pth" for name in ("cut", "legacy", "other", "lacking"))
     state = torch.load(small_vit_b, weights_only=True)
-    state.pop("mask_decoder.iou_token.weight")
-    torch.save(state, other)
-    with pytest.raises(CheckpointError, match=r"mask_decoder\.iou_token\.weight is missing"):
-        build_sam("vit_b", other, 64, 1)
+    torch.save(state, legacy, _use_new_zipfile_serialization=False)
+    images = torch.zeros(1, 3, 64, 64)
+    assert torch.equal(*(build_sam("vit_b", path, 64, 1)(images) for path in (small_vit_b, legacy)))  # as PyTorch 1.5 wrote
+    cut.write_bytes(small_vit_b.read_bytes()[:5000])
+    legacy.write_bytes(legacy.read_bytes()[:60])
+    torch.save({"weight": torch.zeros(1)}, other)
+    torch.save({name: tensor for name, tensor in state.items() if name != "mask_decoder.iou_token.weight"}, lacking)
+    for variant, path, message in (
+        ("vit_b", cut, r"cut\.pth: damaged or no checkpoint"),
+        ("vit_b", legacy, r"legacy\.pth: damaged or no checkpoint \(EOFError\)"),
+        ("vit_b", other, r"other\.pth: holds no SAM"),
+        ("vit_l", small_vit_b, r"looks like vit_b, model\.variant is vit_l"),
+        ("vit_b", tmp_path / "none.pth", "no such file"),
+        ("vit_b", None, "vit_b needs Meta's"),
+        ("vit_b", lacking, r"mask_decoder\.iou_token\.weight is missing"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            build_sam(variant, path, 64, 1)
     with pytest.raises(ConfigError, match=r"model\.image_size: 100 is not a multiple of the patch size 8; use 96"):
         build_sam("tiny", None, 100, 1)
 

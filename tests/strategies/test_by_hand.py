@@ -114,14 +114,10 @@ def test_fedhello_takes_the_layers_that_its_authors_configurations_name() -> Non
     """
     assert chosen_layer_indices("spread", 12, 6) == [0, 2, 4, 6, 8, 10]
     assert chosen_layer_indices("spread", 12, 9) == [0, 1, 2, 4, 5, 6, 8, 9, 10]
-    trained = [sum(block in chosen_layer_indices("ends", 12, count) for count in (6, 9, 12)) for block in range(12)]
-    assert trained == [3, 3, 3, 2, 2, 1, 1, 1, 2, 3, 3, 3]
-    assert [sum(block in chosen_layer_indices("bottom", 12, n) for n in (6, 9, 12)) for block in range(12)] == [3] * 6 + [
-        2
-    ] * 3 + [1] * 3
-    assert [sum(block in chosen_layer_indices("top", 12, n) for n in (6, 9, 12)) for block in range(12)] == [1] * 3 + [
-        2
-    ] * 3 + [3] * 6
+    ends, low = [3, 3, 3, 2, 2, 1, 1, 1, 2, 3, 3, 3], [3] * 6 + [2] * 3 + [1] * 3
+    for rule, expected in (("ends", ends), ("bottom", low), ("top", low[::-1])):
+        trained = [sum(block in chosen_layer_indices(rule, 12, count) for count in (6, 9, 12)) for block in range(12)]
+        assert trained == expected
 
 
 def test_fedhello_s_fisher_scores_are_of_the_last_trainers_and_survive_a_missed_round() -> None:

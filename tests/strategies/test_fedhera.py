@@ -11,9 +11,9 @@ from consilium.core.messages import Payload, SiteInfo
 from consilium.server.aggregation import RoundAggregate
 from consilium.strategies.fedhera import FedHera
 from consilium.strategies.flexlora import FlexLoRA
-from consilium.strategies.strategy import Role, ServerState, SiteResult
-from consilium.strategies.unequal_ranks import factors, global_updates, information_gain, shapes, stored_spectra
-from tests.strategies.unequal import LAYERS, TIERS, answer, initial, play, product, products
+from consilium.strategies.strategy import Role, SiteResult
+from consilium.strategies.unequal_ranks import Tier, factors, information_gain, shapes, stored_spectra
+from tests.strategies.unequal import LAYERS, TIERS, answer, exchange, initial, play, product, products, whole
 
 SITES = [f"site-{i}" for i in range(10)]
 
@@ -27,18 +27,7 @@ def gate(completed: int, score: float | None, age: int, schedule: str = "paper")
 
 
 def hera(**options: object) -> FedHera:
-    return FedHera(tiers={n: tier_of(t) for n, t in TIERS.items()}, **options)
-
-
-def tier_of(values: dict[str, float]) -> object:
-    return type(FedHera().tiers["low"])(**values)
-
-
-def whole(state: ServerState, layer: str) -> Tensor:
-    """Return W / s, float64."""
-    update = global_updates(state)[layer]
-    low_rank = update.left.double() @ update.right.double()
-    return low_rank if update.dense is None else low_rank + update.dense.double()
+    return FedHera(tiers={n: Tier(**t) for n, t in TIERS.items()}, **options)
 
 
 def sizes(payload: Payload) -> dict[str, tuple[int, int]]:
@@ -55,13 +44,8 @@ def test_after_ten_rounds_the_update_equals_a_dense_float64_reference(aggregatio
     strategy = FedHera(aggregation=aggregation, profile="skewed")
     state = strategy.initialize(initial(layers=LARGE, rank=64))
     dense = {layer: torch.zeros(shape, dtype=torch.float64) for layer, shape in LARGE.items()}
-    for round in range(10):
-        uploads = {}
-        for index, name in enumerate(SITES):
-            site = SiteInfo(name, 1 + index)
-            sent = strategy.payload(state, site)
-            update = answer(strategy, sent, 100 * round + index)
-            uploads[name] = SiteResult(update, site.num_samples, sent, site)
+    for _ in range(10):
+        uploads = exchange(strategy, state, SITES)
         total = sum(upload.weight for upload in uploads.values())
         for layer in LARGE:
             for upload in uploads.values():
@@ -226,19 +210,10 @@ def site_products(upload: SiteResult, layer: str) -> tuple[Tensor, Tensor, Tenso
     return start, end, tail
 
 
-def gathered(strategy: FedHera, state: ServerState, names: list[str], seed: int = 0) -> dict[str, SiteResult]:
-    found = {}
-    for index, name in enumerate(names):
-        site = SiteInfo(name, 1 + index)
-        sent = strategy.payload(state, site)
-        found[name] = SiteResult(answer(strategy, sent, seed + index), site.num_samples, sent, site)
-    return found
-
-
 def test_replacing_aggregation_is_the_mean_of_whole_products_whatever_was_there() -> None:
     strategy = hera(aggregation="replace")
     state = play(strategy, play(strategy, strategy.initialize(initial()), SITES), SITES)
-    results = gathered(strategy, state, SITES[:4])
+    results = exchange(strategy, state, SITES[:4])
     assert any(name.endswith("tail_A") for one in results.values() for name in one.sent.tensors)
     after = strategy.aggregate(state, results)
     total = sum(one.weight for one in results.values())
@@ -251,7 +226,7 @@ def test_replacing_aggregation_is_the_mean_of_whole_products_whatever_was_there(
 def test_the_cumulative_score_is_the_cosine_of_whole_products_with_the_new_update() -> None:
     strategy = hera(score="cumulative")
     state = play(strategy, play(strategy, strategy.initialize(initial()), SITES), SITES)
-    results = gathered(strategy, state, SITES[:3])
+    results = exchange(strategy, state, SITES[:3])
     after = strategy.aggregate(state, results)
     update = torch.cat([whole(after, layer).flatten() for layer in LAYERS])
     for name, one in results.items():
@@ -271,17 +246,12 @@ def test_literal_aggregation_warns_and_grows_without_training() -> None:
 
 @pytest.mark.parametrize(("aggregation", "score"), [("residual", "product"), ("replace", "cumulative")])
 def test_a_tier_that_trains_nothing_takes_part_without_a_say(aggregation: str, score: str) -> None:
-    tiers = {"none": {"train": 0, "download": 6}, "some": {"train": 2, "download": 6}}
-    strategy = FedHera(
-        tiers={n: tier_of(t) for n, t in tiers.items()},
-        profile={"none": 0.5, "some": 0.5},
-        aggregation=aggregation,
-        score=score,
-    )
+    tiers, profile = {"none": Tier(0, 6), "some": Tier(2, 6)}, {"none": 0.5, "some": 0.5}
+    strategy = FedHera(tiers=tiers, profile=profile, aggregation=aggregation, score=score)
     idle = next(n for n in SITES if strategy.draw_tier(n).train == 0)
     busy = next(n for n in SITES if strategy.draw_tier(n).train == 2)
     state = play(strategy, strategy.initialize(initial()), SITES)
-    results = gathered(strategy, state, [busy, idle])
+    results = exchange(strategy, state, [busy, idle])
     assert all(len(results[idle].update.tensors[f"{layer}.lora_A"]) == 0 for layer in LAYERS)
     found = strategy.diagnostics(state, results)
     assert all(math.isfinite(value) for value in found.values())
@@ -318,7 +288,7 @@ def test_raw_energies_compete_across_layers() -> None:
     squares = {"model.layers.0.q_proj": [100.0, 60, 60, 60], "model.layers.1.q_proj": [1.0, 0.9, 0.8, 0]}
     kept = {}
     for energy in ("normalized", "raw"):
-        strategy = FedHera(energy=energy, tiers={"all": tier_of({"train": 2, "download": 2})}, profile={"all": 1.0})
+        strategy = FedHera(energy=energy, tiers={"all": Tier(2, 2)}, profile={"all": 1.0})
         state = strategy.initialize(initial(layers=layers, rank=4))
         for layer, values in squares.items():
             state.matrices[f"{layer}.values"] = torch.tensor(values, dtype=torch.float64).sqrt()
@@ -330,8 +300,7 @@ def test_raw_energies_compete_across_layers() -> None:
 
 def test_one_round_at_full_rank_equals_flexlora() -> None:
     layers, sites = {"model.layers.0.q_proj": (5, 5)}, ["a", "b", "c"]
-    tiers = {"all": {"train": 5, "download": 5}}
-    ours, theirs = (cls(tiers={n: tier_of(t) for n, t in tiers.items()}, profile={"all": 1.0}) for cls in (FedHera, FlexLoRA))
+    ours, theirs = (cls(tiers={"all": Tier(5, 5)}, profile={"all": 1.0}) for cls in (FedHera, FlexLoRA))
     start = initial(layers=layers, rank=5)
     first, second = (play(strategy, strategy.initialize(start), sites) for strategy in (ours, theirs))
     layer = next(iter(layers))
@@ -348,11 +317,3 @@ def test_only_the_trained_prefix_leaves() -> None:
     update = answer(strategy, sent, 0)
     assert update.tensors.keys() == set(strategy.names(sent.tensors, Role.SHARED, 1, 0))
     assert all(name.rpartition(".")[2].startswith("lora_") for name in update.tensors)
-
-
-def test_the_order_of_answers_changes_nothing() -> None:
-    strategy = hera()
-    state = play(strategy, strategy.initialize(initial()), SITES)
-    one, other = play(strategy, state, SITES), play(strategy, state, SITES[::-1])
-    assert all(torch.equal(one.shared[n], other.shared[n]) for n in one.shared)
-    assert {n: s["alignment"] for n, s in one.sites.items()} == {n: s["alignment"] for n, s in other.sites.items()}

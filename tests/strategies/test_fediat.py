@@ -37,11 +37,9 @@ def test_splits_share_the_factors_that_the_paper_s_figure_5_compares(split: Shar
             assert strategy.role(f"{layer}.lora_{which}", 4, 0) is expected
 
 
-def test_m1_is_fedsa_and_m4_inverts_encoder_and_decoder() -> None:
+def test_m1_is_fedsa_and_m4_shares_b_of_an_encoder_by_transformers_too() -> None:
     names = [f"{layer}.lora_{f}" for layer in (ENC, DEC) for f in "AB"]
     assert all(FedIAT(sharing="M1").role(n, 0, 0) is FedSALoRA().role(n, 0, 0) for n in names)
-    m4 = [n for n in names if FedIAT().role(n, 0, 0) is Role.SHARED]
-    assert m4 == [f"{ENC}.lora_B", f"{DEC}.lora_A"]
     by_transformers = {f: FedIAT().role(f"vision_encoder.layers.0.attn.qkv.lora_{f}", 0, 0) for f in "AB"}
     assert by_transformers == {"A": Role.LOCAL, "B": Role.SHARED}
 
@@ -52,28 +50,22 @@ def test_a_tensor_that_is_neither_encoder_nor_decoder_is_an_error(name: str) -> 
         FedIAT().role(name, 0, 0)
 
 
-def test_hand_worked_2x2_encoder_case() -> None:
+@pytest.mark.parametrize(("layer", "shared", "private"), [(ENC, "B", "A"), (DEC, "A", "B")])
+def test_hand_worked_2x2_encoder_case_and_the_decoders_mirror(layer: str, shared: str, private: str) -> None:
     """B0 = I, B - B0 = [[1, 0], [0, 0]]: P_sh = [[1, 0], [0, 0]]. A0 = I, A - A0 = [[2, 0], [2, 0]], delta = 0.1 of it,
     P_lo = A0 delta^T = [[.2, .2], [0, 0]]. <P, Q> = .2, norms 1 and .2 sqrt 2: cosine 1/sqrt 2, squared 1/2.
     """
-    anchors = {f"{ENC}.lora_A": torch.eye(2).double(), f"{ENC}.lora_B": torch.eye(2).double()}
-    params = live({f"{ENC}.lora_A": tensor([[3, 0], [2, 1]]), f"{ENC}.lora_B": tensor([[2, 0], [0, 1]])})
+    anchors = {f"{layer}.lora_{f}": torch.eye(2).double() for f in "AB"}
+    moved, drifted, gradient = tensor([[2, 0], [0, 1]]), tensor([[3, 0], [2, 1]]), tensor([[0, 0], [1, 0]])
+    if layer == DEC:
+        drifted, gradient = drifted.T, gradient.T
+    params = live({f"{layer}.lora_{private}": drifted, f"{layer}.lora_{shared}": moved})
     loss = FedIAT(sor_weight=1.0, eps=1e-12).penalty(LocalStep(params, anchors, {}))
     assert loss.item() == pytest.approx(0.5, abs=1e-7)
     loss.backward()
-    assert params[f"{ENC}.lora_A"].grad is None
+    assert params[f"{layer}.lora_{private}"].grad is None
     # f = (p11 + p12)^2 / (2 |P|^2) at P = [[1, 0], [0, 0]]: only d/dp12 = 1 remains; dP = dB^T, so it stands at B[1, 0]
-    assert torch.allclose(params[f"{ENC}.lora_B"].grad, tensor([[0, 0], [1, 0]]), atol=1e-6)
-
-
-def test_hand_worked_2x2_decoder_case_is_the_mirror() -> None:
-    anchors = {f"{DEC}.lora_A": torch.eye(2).double(), f"{DEC}.lora_B": torch.eye(2).double()}
-    params = live({f"{DEC}.lora_A": tensor([[2, 0], [0, 1]]), f"{DEC}.lora_B": tensor([[3, 2], [0, 1]])})
-    loss = FedIAT(sor_weight=1.0, eps=1e-12).penalty(LocalStep(params, anchors, {}))
-    assert loss.item() == pytest.approx(0.5, abs=1e-7)
-    loss.backward()
-    assert params[f"{DEC}.lora_B"].grad is None
-    assert torch.allclose(params[f"{DEC}.lora_A"].grad, tensor([[0, 1], [0, 0]]), atol=1e-6)
+    assert torch.allclose(params[f"{layer}.lora_{shared}"].grad, gradient, atol=1e-6)
 
 
 def plain_sor(
@@ -92,10 +84,8 @@ def test_value_and_gradient_equal_the_printed_formula_over_three_steps(scale: st
     anchors = factors(ENC, seed=1) | factors(DEC, out=4, inner=4, seed=2)
     drift = {ENC: 0.0, DEC: 0.0}
     for number in range(3):
-        moved = {
-            n: t + 0.1 * torch.randn(t.shape, generator=torch.Generator().manual_seed(number)).double()
-            for n, t in anchors.items()
-        }
+        draw = torch.Generator().manual_seed(number)
+        moved = {n: t + 0.1 * torch.randn(t.shape, generator=draw).double() for n, t in anchors.items()}
         ours, theirs = live(moved), live(moved)
         expected = 0.0
         for layer, private in ((ENC, "A"), (DEC, "B")):

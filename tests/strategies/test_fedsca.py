@@ -103,11 +103,8 @@ def test_alpha_means_the_same_whatever_the_models_size() -> None:
 def test_every_site_receives_its_own_mixture_of_values() -> None:
     strategy = FedSCA(low=1, alpha=0.5)
     state = exchange(strategy, strategy.initialize(start()), {"a": 0.0, "b": 1.0, "c": 4.0})
-    for i, name in enumerate("abc"):
-        row = state.matrices[MATRIX][i]
-        assert received(strategy, state, name) == pytest.approx(
-            float(row @ torch.tensor([0.0, 1.0, 4.0], dtype=torch.float64)), abs=1e-5
-        )
+    wanted = (state.matrices[MATRIX] @ torch.tensor([0.0, 1.0, 4.0], dtype=torch.float64)).tolist()
+    assert [received(strategy, state, name) for name in "abc"] == pytest.approx(wanted, abs=1e-5)
     assert len({received(strategy, state, n) for n in "abc"}) == 3
     again = exchange(strategy, state, {"a": 2.0, "b": 2.0, "c": 2.0})  # updates are taken from each one's own start
     assert all(received(strategy, again, n) == pytest.approx(2.0, abs=1e-5) for n in "abc")
@@ -115,10 +112,9 @@ def test_every_site_receives_its_own_mixture_of_values() -> None:
 
 def test_data_size_counts_by_default_and_drops_out_of_the_printed_formula() -> None:
     weights, moves = {"a": 90, "b": 9, "c": 1}, {"a": 0.0, "b": 1.0, "c": 2.0}
-    ours = exchange(FedSCA(low=1, alpha=0.0), FedSCA(low=1).initialize(start()), moves, weights).matrices[MATRIX]
-    assert torch.allclose(ours, torch.tensor([0.9, 0.09, 0.01], dtype=torch.float64).expand(3, 3), atol=1e-12)
-    printed = exchange(FedSCA(low=1, alpha=0.0, prior="literal"), FedSCA(low=1).initialize(start()), moves, weights)
-    assert torch.allclose(printed.matrices[MATRIX], torch.full((3, 3), 1 / 3, dtype=torch.float64))
+    for prior, row in (("samples", [0.9, 0.09, 0.01]), ("literal", [1 / 3] * 3)):
+        found = exchange(FedSCA(low=1, alpha=0.0, prior=prior), FedSCA(low=1).initialize(start()), moves, weights)
+        assert torch.allclose(found.matrices[MATRIX], torch.tensor(row, dtype=torch.float64).expand(3, 3), atol=1e-12)
 
 
 def test_the_plain_mean_is_an_ablation() -> None:
@@ -151,7 +147,7 @@ def test_an_absent_site_counts_with_its_last_weight_and_others_with_their_new_on
 def test_order_of_arrival_changes_nothing() -> None:
     strategy, moves = FedSCA(low=2), {"a": 0.3, "b": 1.7, "c": -2.0}
     states = [
-        exchange(strategy, strategy.initialize(start()), dict(order)) for order in (moves.items(), reversed(moves.items()))
+        exchange(strategy, strategy.initialize(start()), dict(order)) for order in (moves.items(), [*moves.items()][::-1])
     ]
     assert torch.equal(states[0].matrices[MATRIX], states[1].matrices[MATRIX])
     assert all(torch.equal(states[0].shared[n], states[1].shared[n]) for n in states[0].shared)
@@ -258,13 +254,8 @@ def test_the_limit_is_where_an_independent_solver_puts_it() -> None:
 
 
 def test_a_round_says_who_mixes_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    assert (
-        smallest_isolating_alpha(torch.tensor([0.5, 0.5]), torch.zeros(2, 2)).isinf().all()
-    )  # equal sites: no alpha isolates one
-    assert smallest_isolating_alpha(torch.tensor([1.0, 0.0]), torch.zeros(2, 2)).tolist() == [
-        0,
-        math.inf,
-    ]  # all weight: alone at once
+    for prior, limits in (([0.5, 0.5], [math.inf] * 2), ([1.0, 0.0], [0, math.inf])):  # equal sites; one with all weight
+        assert smallest_isolating_alpha(torch.tensor(prior), torch.zeros(2, 2)).tolist() == limits
     strategy, name = FedSCA(low=0, alpha=1.0), "image_encoder.blocks.0.adapter_mlp.up.bias"
     state = strategy.initialize({name: torch.zeros(2)})
     sent = Payload(0, 0, {name: torch.zeros(2)})

@@ -29,20 +29,7 @@ from consilium.strategies.strategy import Interpolation, Role
 from consilium.training.interpolation import fixed_weight, interpolate_adapter, sample_weights
 from tests.conftest import small_cells, small_config, small_text
 from tests.strategies.scripted import Scripted, Unread
-from tests.strategies.site_halves import (
-    KIND,
-    SIZES,
-    A,
-    B,
-    Points,
-    averaged,
-    cut,
-    descend,
-    features,
-    federate,
-    logits,
-    toy,
-)
+from tests.strategies.site_halves import KIND, SIZES, A, B, Points, averaged, cut, descend, features, federate, logits, toy
 
 ROUNDS, ABSENT = 3, {(1, "b")}
 HEAD = ["head.weight", "head.bias"]
@@ -107,10 +94,7 @@ class Noise:
 
 def test_fedala_ends_its_first_learning_and_leaves_new_sites_alone() -> None:
     strategy, look = FedALA(most_passes=30), Noise()
-    own, start = (
-        {"x.lora_A": torch.ones(2), "y.lora_A": torch.ones(2)},
-        {"x.lora_A": torch.zeros(2), "y.lora_A": torch.zeros(2)},
-    )
+    own, start = ({f"{layer}.lora_A": make(2) for layer in "xy"} for make in (torch.ones, torch.zeros))
     begin, kept = strategy.learn_mixture(own, start, {}, look)
     assert look.calls == 30 * 3
     assert kept.keys() == {"y.lora_A"}

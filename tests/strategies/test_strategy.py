@@ -69,17 +69,15 @@ def test_exact_mean_does_not_depend_on_order_to_the_last_bit() -> None:
     assert (results[0] - truth).abs().max() < 1e-11
 
 
-def test_exact_mean_refuses_what_it_cannot_add_and_keeps_the_rest() -> None:
+def test_exact_mean_is_weighted_and_refuses_what_it_cannot_add() -> None:
     mean = ExactMean()
-    mean.add({"w": torch.ones(2)}, 2)
+    with pytest.raises(RefusedError, match="no site's update"):
+        mean.value()
+    mean.add({"w": torch.tensor([1.0, 0.0])}, 3)
     with pytest.raises(RefusedError, match="too large to average"):
         mean.add({"w": torch.tensor([1.0, 1e9])}, 2)
-    assert mean.value()["w"].tolist() == [1.0, 1.0]
-
-
-def test_exact_mean_of_nothing_is_an_error() -> None:
-    with pytest.raises(RefusedError, match="no site's update"):
-        ExactMean().value()
+    mean.add({"w": torch.tensor([5.0, 1.0])}, 1)
+    assert mean.value()["w"].tolist() == [2.0, 0.25]
 
 
 def corner(strategy: Strategy, name: str, tensor: torch.Tensor, round: int = 0) -> torch.Tensor:
@@ -143,13 +141,6 @@ def test_roles_repeat_with_the_period(strategy: Strategy) -> None:
     assert [phase for _, phase in first] == [phase for _, phase in again]
     for name in tensors_of(strategy, 0):
         assert [strategy.role(name, *place) for place in first] == [strategy.role(name, *place) for place in again]
-
-
-def test_exact_mean_is_the_weighted_mean() -> None:
-    mean = ExactMean()
-    mean.add({"w": torch.tensor([1.0, 0.0])}, 3)
-    mean.add({"w": torch.tensor([5.0, 1.0])}, 1)
-    assert mean.value()["w"].tolist() == [2.0, 0.25]
 
 
 TIERS = {"low": {"train": 4, "download": 32}, "medium": {"train": 8, "download": 48}, "high": {"train": 16, "download": 64}}
@@ -229,6 +220,7 @@ def test_settings_and_traits_are_those_of_the_papers(strategy: Strategy) -> None
 @pytest.mark.parametrize(
     ("name", "setting", "good", "bad"),
     [
+        ("dp_dylora", "rank_min", [1], [0]),
         ("fedra", "share", [1e-9, 1.0], [0.0, 1.001]),
         ("fedra", "by_site", [{"a": 1.0}, {"a" * 128: 0.5}], [{"": 0.5}, {"a" * 129: 0.5}, {"a": 0.0}]),
         ("hetlora", "tiers", [TIERS | {"a": TIERS["low"]}, TIERS | {"a" * 64: TIERS["low"]}],

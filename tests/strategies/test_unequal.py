@@ -18,8 +18,8 @@ from consilium.strategies.flexlora import FlexLoRA
 from consilium.strategies.flora import FLoRA
 from consilium.strategies.hetlora import HetLoRA
 from consilium.strategies.strategy import LocalStep, ServerState, SiteResult
-from consilium.strategies.unequal_ranks import Tier, UnequalRanks, factors, global_updates, shapes
-from tests.strategies.unequal import LAYERS, TIERS, answer, initial, play, product, products
+from consilium.strategies.unequal_ranks import Tier, UnequalRanks, factors
+from tests.strategies.unequal import LAYERS, TIERS, exchange, initial, play, product, products, whole
 
 SITES = [f"site-{i}" for i in range(6)]
 ALL = (FedHomoLoRA, FlexLoRA, FedHL, FLoRA, HetLoRA, FedHeLLo, FedHera)
@@ -29,26 +29,10 @@ def make(cls: type[UnequalRanks], **options: object) -> UnequalRanks:
     return cls(tiers={name: Tier(**values) for name, values in TIERS.items()}, **options)
 
 
-def exchange(strategy: UnequalRanks, state: ServerState, names: list[str] = SITES) -> dict[str, SiteResult]:
-    """Return what sites answer to this round, site i with weight i + 1."""
-    found = {}
-    for index, name in enumerate(names):
-        site = SiteInfo(name, index + 1)
-        sent = strategy.payload(state, site)
-        found[name] = SiteResult(answer(strategy, sent, 7 * index + state.round), index + 1, sent, site)
-    return found
-
-
 def mean_product(uploads: dict[str, SiteResult], layer: str) -> Tensor:
     """Return sum p_i B_i A_i of what sites trained, float64."""
     total = sum(upload.weight for upload in uploads.values())
     return sum(upload.weight / total * product(upload.trained_tensors(), layer) for upload in uploads.values())
-
-
-def whole(state: ServerState, layer: str) -> Tensor:
-    update = global_updates(state)[layer]
-    low_rank = update.left.double() @ update.right.double()
-    return low_rank if update.dense is None else low_rank + update.dense.double()
 
 
 @pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.name)
@@ -70,7 +54,7 @@ def test_flora_s_stack_equals_the_mean_of_products_round_after_round() -> None:
     strategy = make(FLoRA)
     state, total, drawn = strategy.initialize(initial()), {layer: 0.0 for layer in LAYERS}, set[float]()
     for _ in range(4):
-        uploads = exchange(strategy, state)
+        uploads = exchange(strategy, state, SITES)
         fresh = [{layer: factors(u.sent.tensors, layer) for layer in LAYERS} for u in uploads.values()]
         assert not any(one[layer][0].any() for one in fresh for layer in LAYERS)  # B starts at 0
         drawn |= {float(fresh[0][layer][1][0, 0]) for layer in LAYERS}
@@ -105,7 +89,7 @@ def test_flexlora_sends_the_best_approximation_of_the_mean_of_products(values_in
     for layer in LAYERS:  # directions without an update start from the common rows of A
         assert torch.equal(sent[f"{layer}.lora_A"], initial()[f"{layer}.lora_A"][:2])
     state = play(strategy, first, SITES)  # so that the round starts from something
-    uploads = exchange(strategy, state)
+    uploads = exchange(strategy, state, SITES)
     state = strategy.aggregate(state, uploads)
     for layer, shape in LAYERS.items():
         mean = mean_product(uploads, layer)
@@ -142,11 +126,6 @@ def test_hetlora_prunes_a_site_whose_last_ranks_have_faded() -> None:
     update = Payload(1, 0, {n: -0.5 * t for n, t in again.tensors.items()})
     after = strategy.aggregate(state, {"fades": SiteResult(update, 1, again, site)})
     assert [strategy.rank_of(after, SiteInfo(name, 1)) for name in ("fades", "grows")] == [3, 7]
-    params = {n: t.clone().requires_grad_() for n, t in strategy.payload(state, SiteInfo("grows", 1)).tensors.items()}
-    penalty = strategy.penalty(LocalStep(params, params, {}))
-    pairs = [factors(params, layer) for layer in shapes(params)]
-    expected = 0.1 * sum(b[:, 5:].norm() * a[5:].norm() for b, a in pairs)
-    torch.testing.assert_close(penalty, expected)
 
 
 def test_hetlora_keeps_a_rank_of_one() -> None:
@@ -185,7 +164,7 @@ def test_hetlora_s_penalty_has_a_finite_gradient_at_zero() -> None:
 def test_fedhello_averages_each_layer_over_its_trainers(layers: str) -> None:
     strategy = make(FedHeLLo, rank=4, layers=layers)
     state = play(strategy, strategy.initialize(initial()), SITES)
-    uploads = exchange(strategy, state)
+    uploads = exchange(strategy, state, SITES)
     after = strategy.aggregate(state, uploads)
     for layer in LAYERS:
         trainers = {n: u for n, u in uploads.items() if len(u.sent.tensors[f"{layer}.lora_A"])}
@@ -232,15 +211,10 @@ def test_fedhomolora_trains_at_least_one_rank_of_the_tiers_that_sites_have() -> 
         assert {len(t) for n, t in state.shared.items() if n.endswith(".lora_A")} == {rank}
 
 
-def test_flora_draws_new_factors_every_round() -> None:
-    strategy = make(FLoRA)
-    state = strategy.initialize(initial())
-    first = strategy.payload(state, SiteInfo("a", 1)).tensors
-    second = strategy.payload(play(strategy, state, SITES), SiteInfo("a", 1)).tensors
-    layer, (_, into) = next(iter(LAYERS.items()))
-    assert not torch.equal(first[f"{layer}.lora_A"], second[f"{layer}.lora_A"])
-    wide = strategy.payload(state, SiteInfo("a", 1, capacity={"time": 99, "memory": 99, "download": 99})).tensors
-    a = wide[f"{layer}.lora_A"]
+def test_flora_s_new_factors_are_kaiming_uniform() -> None:
+    strategy, (layer, (_, into)) = make(FLoRA), next(iter(LAYERS.items()))
+    rich = SiteInfo("a", 1, capacity={"time": 99, "memory": 99, "download": 99})
+    a = strategy.payload(strategy.initialize(initial()), rich).tensors[f"{layer}.lora_A"]
     assert a.shape == (into, into)  # a layer's rank is not over its size
-    assert 0.9 * into**-0.5 < float(a.abs().max()) <= into**-0.5  # Kaiming-uniform
+    assert 0.9 * into**-0.5 < float(a.abs().max()) <= into**-0.5
     assert abs(float(a.mean())) < 0.3 * into**-0.5

@@ -4,8 +4,8 @@ import torch
 
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.server.aggregation import RoundAggregate
-from consilium.strategies.strategy import Role, ServerState
-from consilium.strategies.unequal_ranks import UnequalRanks, factors, shapes
+from consilium.strategies.strategy import Role, ServerState, SiteResult
+from consilium.strategies.unequal_ranks import UnequalRanks, factors, global_updates, shapes
 from tests.strategies.scripted import update_of
 
 LAYERS = {"model.layers.0.q_proj": (9, 7), "model.layers.1.q_proj": (6, 8)}
@@ -31,6 +31,16 @@ def answer(strategy: UnequalRanks, sent: Payload, seed: int, size: float = 0.1) 
     return update_of(strategy, strategy.receive({}, sent), end, sent)
 
 
+def exchange(strategy: UnequalRanks, state: ServerState, names: list[str]) -> dict[str, SiteResult]:
+    """Return what sites answer to this round, site i with weight i + 1."""
+    found = {}
+    for index, name in enumerate(names):
+        site = SiteInfo(name, index + 1)
+        sent = strategy.payload(state, site)
+        found[name] = SiteResult(answer(strategy, sent, 7 * index + state.round), index + 1, sent, site)
+    return found
+
+
 def play(strategy: UnequalRanks, state: ServerState, sites: list[str], weight: int = 1, size: float = 0.1) -> ServerState:
     """Return the state after a round in which these sites answered."""
     aggregate = RoundAggregate(strategy)
@@ -40,6 +50,13 @@ def play(strategy: UnequalRanks, state: ServerState, sites: list[str], weight: i
         seed = sum(map(ord, name)) + 1000 * state.round
         aggregate.add(site, answer(strategy, sent, seed, size), weight, sent)
     return strategy.aggregate(state, aggregate.take())
+
+
+def whole(state: ServerState, layer: str) -> torch.Tensor:
+    """Return W / s, float64."""
+    update = global_updates(state)[layer]
+    low_rank = update.left.double() @ update.right.double()
+    return low_rank if update.dense is None else low_rank + update.dense.double()
 
 
 def product(tensors: Tensors, layer: str) -> torch.Tensor:

@@ -28,6 +28,10 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+THOUGHT = CHATML.replace(
+    "{{ m['content'] }}", "{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m['content'] }}"
+)
+"""Qwen 3's template puts an empty thought before answers."""
 RECORD = Text("training.jsonl:1", "Name the organ.", "It beats {input}.", ("the heart",))
 
 
@@ -103,11 +107,8 @@ def test_a_chat_answer_ends_at_a_special_token_and_at_no_blank_before_it() -> No
 
 
 def test_a_chat_writes_what_the_template_has_before_an_answer_behind_the_question() -> None:
-    """Qwen 3's template puts an empty thought before answers; a blank alone is the tokenizer's own."""
-    thought = CHATML.replace(
-        "{{ m['content'] }}", "{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m['content'] }}"
-    )
-    assert "".join(Prompt("chat", chatting(thought)).parts(RECORD)).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    """A blank alone is the tokenizer's own."""
+    assert "".join(Prompt("chat", chatting(THOUGHT)).parts(RECORD)).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert "".join(Prompt("chat", chatting(LLAMA_2)).parts(RECORD)).endswith("It beats {input}. [/INST]")
 
 
@@ -130,9 +131,7 @@ def test_templates_that_cannot_be_followed_are_refused() -> None:
     with pytest.raises(ConfigError, match="changes a question when its answer follows"):
         Encoder(chatting(thinking), 1000, "chat")
     hashes = CHATML.replace("<|im_end|>\n", "\n### ")
-    with pytest.raises(
-        ConfigError, match=r"'chat': the tokenizer's template ends answers by '\\n### ', which is not a special token"
-    ):
+    with pytest.raises(ConfigError, match=r"'chat': the tokenizer's template ends answers by '\\n### ', which is not a spec"):
         Encoder(chatting(hashes), 1000, "chat")
     with pytest.raises(ConfigError, match=r"alpaca, alpaca-paper, chat, or a template with \{instruction\}"):
         validate(LanguageConfig, {"name": "language", "prompt": "aplaca"}, "job.yaml")
@@ -142,9 +141,7 @@ def test_templates_that_cannot_be_followed_are_refused() -> None:
     "template", ["{{ raise_exception('roles\nmust alternate') }}", "{% for m in messages %}{{ m['content'", "{{ x + 1 }}"]
 )
 def test_a_template_that_fails_is_one_line(template: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^task.prompt: 'chat': the tokenizer's template fails: .+; use alpaca, or write a template$"
-    ):
+    with pytest.raises(ConfigError, match=r"^task.prompt: 'chat': the tokenizer's template fails: .+; use alpaca, or .*e$"):
         Prompt("chat", chatting(template)).parts(RECORD)
 
 
@@ -152,12 +149,8 @@ def test_a_chat_asks_the_same_every_day_and_ends_every_answer_alike() -> None:
     """Llama 3's template names the day; Qwen 3's puts a thought before answers, in which an answer's own letters stand too."""
     dated = "{% if strftime_now is defined %}{% set day = strftime_now('%d %b %Y') %}{% endif %}Today: {{ day }}\n" + CHATML
     assert "".join(Prompt("chat", chatting(dated)).parts(RECORD)).startswith("Today: 26 Jul 2024\n<|im_start|>user\nName")
-    thought = CHATML.replace(
-        "{{ m['content'] }}", "{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m['content'] }}"
-    )
-    assert [Prompt("chat", chatting(thought)).answer_and_ending(said) for said in ("k", " think ", "")] == [
-        (said, "<|im_end|>\n") for said in ("k", "think", "")
-    ]
+    found = [Prompt("chat", chatting(THOUGHT)).answer_and_ending(said) for said in ("k", " think ", "")]
+    assert found == [(said, "<|im_end|>\n") for said in ("k", "think", "")]
 
 
 def test_the_whole_sequence_is_learned_if_the_job_says_so() -> None:
@@ -203,13 +196,8 @@ def test_teacher_forced_scores_count_prompt_and_answer() -> None:
 def test_a_checkpoints_generation_settings_do_not_touch_greedy_answers(tmp_path: Path) -> None:
     folder = tmp_path / "lm"
     shutil.copytree(TINY_FOLDER, folder)
-    settings = {
-        "repetition_penalty": 5.0,
-        "no_repeat_ngram_size": 1,
-        "min_new_tokens": 12,
-        "do_sample": True,
-        "temperature": 9.0,
-    }
+    settings = {"repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "min_new_tokens": 12}
+    settings |= {"do_sample": True, "temperature": 9.0}
     (folder / "generation_config.json").write_text(json.dumps(settings))
     config = json.loads((folder / "config.json").read_text())
     record = Text("t:1", "Say it again and again.", "", ("x",))

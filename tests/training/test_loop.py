@@ -120,10 +120,7 @@ def test_a_loss_that_is_not_finite_stops_with_one_line() -> None:
         run(Line(), {"a", "b"}, lr=1000.0, optimizer="sgd", local_steps=50)
 
 
-@pytest.mark.parametrize(
-    ("loss", "what"),
-    [(torch.ones(4), r"of shape \(4,\)"), (1.0, "a float"), (None, "a NoneType")],
-)
+@pytest.mark.parametrize(("loss", "what"), [(torch.ones(4), r"of shape \(4,\)"), (1.0, "a float"), (None, "a NoneType")])
 def test_a_loss_that_is_no_single_number_stops_with_one_line(loss: object, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LineTask, "loss", lambda self, model, batch: loss)
     with pytest.raises(ConsiliumError, match=rf"the task's loss\(\) is {what}; return a tensor with one number"):

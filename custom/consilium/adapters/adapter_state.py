@@ -188,15 +188,14 @@ def load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
         by_module.setdefault(module, {})[own] = tensor
     for own, part in _locations(model).modules:
         part.allocate_tensors(by_module.get(own, {}))
-    live, base = tensors(model), _adapted_record(model).base
+    live = tensors(model)
     if wrong := sorted(live.keys() ^ values.keys()):
         raise CheckpointError(f"adapter tensor {wrong[0]!r} is not in both model and state; same job.yaml for both?")
-    with torch.no_grad():
-        for name, parameter in live.items():
-            if parameter.shape != values[name].shape:
-                shapes = f"{tuple(values[name].shape)}, the model needs {tuple(parameter.shape)}"
-                raise CheckpointError(f"adapter tensor {name!r} has shape {shapes}; same adapter section for both?")
-            parameter.copy_(base[name].cpu() + values[name].cpu() if name in base else values[name])
+    for name, parameter in live.items():
+        if parameter.shape != values[name].shape:
+            shapes = f"{tuple(values[name].shape)}, the model needs {tuple(parameter.shape)}"
+            raise CheckpointError(f"adapter tensor {name!r} has shape {shapes}; same adapter section for both?")
+    overwrite(model, values)
 
 
 def overwrite(model: nn.Module, values: Mapping[str, Tensor]) -> None:

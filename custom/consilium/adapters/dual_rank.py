@@ -155,8 +155,11 @@ def inject(model: nn.Module, config: LoraConfig | DualRankConfig, base: ModelKin
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)  # as `shapes` has found it
         adapter_state.replace(model, name, DualRank(layer, most, config.product_scaling, config.dropout))
-    decoder = trainable_decoder(model, config) if isinstance(config, LoraConfig) else []
-    adapter_state.freeze_base(model, [n for n, _ in model.named_parameters() if factor(n)], decoder)
+    adapter_state.freeze_base(
+        model,
+        [n for n, _ in model.named_parameters() if factor(n)],
+        trainable_decoder(model, config) if isinstance(config, LoraConfig) else [],
+    )
 
 
 def merge(model: nn.Module) -> None:
@@ -173,8 +176,9 @@ def to_plain_lora(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name in [n for n in values if n.endswith(".tail_A")]:
         layer = name.removesuffix(".tail_A")
         plain[f"{layer}.lora_A"] = torch.cat([values[f"{layer}.lora_A"], values[name]])
-        tail = values[f"{layer}.tail_B"] * values[f"{layer}.{GATE}"]
-        plain[f"{layer}.lora_B"] = torch.cat([values[f"{layer}.lora_B"], tail], 1)
+        plain[f"{layer}.lora_B"] = torch.cat(
+            [values[f"{layer}.lora_B"], values[f"{layer}.tail_B"] * values[f"{layer}.{GATE}"]], 1
+        )
     return plain
 
 

@@ -15,13 +15,6 @@ from consilium.core.schema import Dropout, Positive, Rank
 PLACE = "consilium.adapters"
 
 
-def _refuse_dropout_under_dpsgd(dropout: float) -> None:
-    """Raise ValueError for dropout, which DP-SGD does not allow."""
-    if dropout:
-        what = "draws all masks of a batch at once, which ties records together under privacy.unit record"
-        raise ValueError(f"adapter.dropout: {dropout} {what}; use 0")
-
-
 class LoraConfig(AdapterConfig):
     """Low-rank updates of linear layers."""
 
@@ -72,10 +65,6 @@ class LoraConfig(AdapterConfig):
         """The alpha for which plain LoRA's alpha / rank equals this scaling. Exported folders use it for PEFT."""
         return self.product_scaling * self.rank
 
-    def check_per_sample_gradients(self) -> None:
-        """See AdapterConfig."""
-        _refuse_dropout_under_dpsgd(self.dropout)
-
 
 class DualRankConfig(AdapterConfig):
     """Low-rank updates whose ranks differ by site and layer: trained ranks and a frozen tail. For fedhera and similar."""
@@ -90,10 +79,6 @@ class DualRankConfig(AdapterConfig):
     def product_scaling(self) -> float:
         """See AdapterConfig."""
         return self.scaling
-
-    def check_per_sample_gradients(self) -> None:
-        """See AdapterConfig."""
-        _refuse_dropout_under_dpsgd(self.dropout)
 
 
 class BottleneckConfig(AdapterConfig):

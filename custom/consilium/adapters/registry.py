@@ -42,8 +42,14 @@ class AdapterConfig(Section):
     def check_per_sample_gradients(self) -> None:
         """Raise ValueError if a record's gradient would depend on other records of its batch (DP-SGD clips each record's).
 
-        The message names field, value and remedy. It is called under record-level privacy.
+        That is so with a field `dropout` over 0. The message names field, value and remedy. It is called under record-level
+        privacy.
         """
+        if dropout := getattr(self, "dropout", 0.0):
+            raise ValueError(
+                f"adapter.dropout: {dropout} draws all masks of a batch at once, which ties records together under "
+                "privacy.unit record; use 0"
+            )
 
 
 @dataclass(frozen=True)

@@ -151,8 +151,7 @@ class ModelKind:
 
     def target(self, name: str) -> TargetSet:
         """Return the set named `name`; any other text is used as a pattern."""
-        found = self.targets.get(name, TargetSet(name))
-        return replace(found, known=tuple(self.targets))
+        return replace(self.targets.get(name, TargetSet(name)), known=tuple(self.targets))
 
 
 MODELS: Registry[ModelKind] = Registry(

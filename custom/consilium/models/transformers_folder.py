@@ -140,12 +140,15 @@ def _fit_tokenizer_to_model(folder: Path, tokenizer: Any, config: Mapping[str, A
 def context_length(model: nn.Module) -> int:
     """Return a model's context length in tokens; 2**30 if its config names none.
 
-    `transformers` knows the other names of `max_position_embeddings` (`n_positions`), all but MPT's.
+    `transformers` knows the other names of `max_position_embeddings` (`n_positions`), all but MPT's. RoBERTa's positions begin
+    after that of padding: of 514 rows, texts use 512.
     """
     shape = getattr(model, "config", None)
     text = shape.get_text_config() if isinstance(shape, PreTrainedConfig) else shape
     told = [getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len")]
-    return next((most for most in told if isinstance(most, int) and most > 0), 2**30)  # XLNet's -1 is no limit
+    rows = [module for name, module in model.named_modules() if name.endswith("position_embeddings")]
+    unused = max((one.padding_idx + 1 for one in rows if getattr(one, "padding_idx", None) is not None), default=0)
+    return next((most - unused for most in told if isinstance(most, int) and most > 0), 2**30)  # XLNet's -1 is no limit
 
 
 def max_prompt_tokens(model: nn.Module, written: int) -> int:
@@ -186,7 +189,9 @@ def require_normalization(folder: Path | None, mean: tuple[float, ...], deviatio
         found = found.get("image_processor", found)
         for key, field, ours in (("image_mean", "pixel_mean", mean), ("image_std", "pixel_std", deviation)):
             theirs = found.get(key) if isinstance(found, dict) else None
-            if isinstance(theirs, list) and [round(float(one), 3) for one in theirs] != [round(one, 3) for one in ours]:
+            each = theirs if isinstance(theirs, list) else [theirs] * len(ours)  # one number is for all channels
+            known = [round(one, 3) if isinstance(one, int | float) else one for one in each]
+            if theirs is not None and known != [round(one, 3) for one in ours]:
                 raise CheckpointError(f"model.{field}: {list(ours)}: {path} has {key} {theirs}; write that into the job")
 
 

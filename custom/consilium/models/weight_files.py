@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -41,9 +42,10 @@ def load_tensors(path: Path) -> Any:
     """Return the contents of a .safetensors file or a PyTorch checkpoint. Raises CheckpointError if damaged or an adapter."""
     refuse_adapter(path)
     try:
-        state = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True, mmap=True)
+        whole = path.suffix == ".safetensors"  # else PyTorch's, which maps only its zip files, written since version 1.6
+        state = load_file(path) if whole else torch.load(path, "cpu", weights_only=True, mmap=is_zipfile(path))
     except (RuntimeError, EOFError, UnpicklingError, SafetensorError, ValueError, OSError) as error:
-        reason = str(error).splitlines()[0][:120]
+        reason = str(error).partition("\n")[0][:120] or type(error).__name__
         raise CheckpointError(f"model.checkpoint: {path}: damaged or no checkpoint ({reason}); fetch it again") from None
     refuse_adapter_tensors(path, map(str, state) if isinstance(state, dict) else ())
     return state

@@ -98,9 +98,8 @@ class FedALA(FedIT):
 
     def is_settled(self, losses: list[float]) -> bool:
         """Return whether the first learning of the weights ends, given the losses of its passes so far."""
-        if len(losses) >= self.most_passes:
-            return True
-        return len(losses) > WINDOW and statistics.pstdev(losses[-WINDOW:]) < self.threshold
+        settled = len(losses) > WINDOW and statistics.pstdev(losses[-WINDOW:]) < self.threshold
+        return settled or len(losses) >= self.most_passes
 
 
 def layer_of(name: str) -> str:

@@ -64,8 +64,9 @@ class FedIAT(Strategy):
     @property
     def traits(self) -> Traits:
         """See Strategy."""
-        variants = tuple({"sharing": sharing} for sharing in SHARINGS)
-        return Traits(fits_only=True, label=f"{self.name} {self.sharing}", variants=variants)
+        return Traits(
+            fits_only=True, label=f"{self.name} {self.sharing}", variants=tuple({"sharing": sharing} for sharing in SHARINGS)
+        )
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return SHARED or LOCAL by `sharing`.

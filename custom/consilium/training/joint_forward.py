@@ -223,6 +223,5 @@ def _run_each_on_its_rows(
         stacked = torch.stack(weights)
         rows = hidden.reshape(len(modules), -1, hidden.shape[-1])
         return torch.bmm(rows, stacked.transpose(1, 2)).reshape(*hidden.shape[:-1], -1)
-    chunks = hidden.split([size * factor for size in sizes])
-    parts = zip(forwards, modules, chunks, strict=True)
+    parts = zip(forwards, modules, hidden.split([size * factor for size in sizes]), strict=True)
     return torch.cat([forward(one, chunk, *more, **options) for forward, one, chunk in parts])

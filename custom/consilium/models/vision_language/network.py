@@ -43,8 +43,9 @@ def _qwen_tokens(config: Any, side: int) -> PictureTokens:
     patch = sees.patch_size * sees.spatial_merge_size
     require_multiple(side, patch, f"{patch}, a patch of this model's tokens")
     count = (side // sees.patch_size // sees.spatial_merge_size) ** 2
-    inner = (config.image_token_id,) * count
-    return PictureTokens(config.image_token_id, (config.vision_start_token_id, *inner, config.vision_end_token_id))
+    return PictureTokens(
+        config.image_token_id, (config.vision_start_token_id, *((config.image_token_id,) * count), config.vision_end_token_id)
+    )
 
 
 def _paligemma_tokens(config: Any, side: int) -> PictureTokens:
@@ -83,8 +84,11 @@ def _qwen_vision_inputs(config: Any, ids: Tensor, pixels: Tensor, answers: Tenso
     sees = config.vision_config
     count, size = len(pixels), pixels.shape[-1] // sees.patch_size
     grid = torch.tensor([[1, size, size]], device=ids.device).expand(count, -1)
-    kinds = (ids == config.image_token_id).int()
-    return {"pixel_values": qwen_patches(pixels, sees), "image_grid_thw": grid, "mm_token_type_ids": kinds}
+    return {
+        "pixel_values": qwen_patches(pixels, sees),
+        "image_grid_thw": grid,
+        "mm_token_type_ids": (ids == config.image_token_id).int(),
+    }
 
 
 def qwen_patches(pixels: Tensor, vision_config: Any) -> Tensor:
@@ -100,8 +104,10 @@ def _plain_inputs(config: Any, ids: Tensor, pixels: Tensor, answers: Tensor) -> 
     if config.model_type == "llava":
         return {"pixel_values": pixels}
     # PaliGemma's picture and prompt see each other both ways
-    kinds = answers if config.model_type == "paligemma" else ids == _token(config)
-    return {"pixel_values": pixels, "token_type_ids": kinds.long()}
+    return {
+        "pixel_values": pixels,
+        "token_type_ids": (answers if config.model_type == "paligemma" else ids == _token(config)).long(),
+    }
 
 
 LAYOUTS: dict[str, tuple[Callable[[Any, int], PictureTokens], Callable[[Any, Tensor, Tensor, Tensor], Inputs]]] = {
@@ -149,8 +155,9 @@ class Seeing(PreTrainedModel):
         """Return the model's inputs from token ids and mask (N, T), RGB images (N, 3, S, S) in 0..255, one per text, and the
         mask of answer tokens (N, T) bool.
         """
-        pixels = (images - self.pixel_mean) / self.pixel_std
-        inputs = LAYOUTS[self.config.model_type][1](self.config, input_ids, pixels, answers)
+        inputs = LAYOUTS[self.config.model_type][1](
+            self.config, input_ids, (images - self.pixel_mean) / self.pixel_std, answers
+        )
         return {"input_ids": input_ids, "attention_mask": attention_mask} | inputs
 
     def text_inputs(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:

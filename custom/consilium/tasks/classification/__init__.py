@@ -2,9 +2,9 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from consilium.core.lazy import lazy
 from consilium.core.schema import MOST_CLASSES, ClassName, Section, check_unique
@@ -40,6 +40,7 @@ class ClassificationConfig(PictureSettings, TaskConfig):
     name: Literal["classification"]
     classes: Annotated[
         list[ClassName],
+        AfterValidator(check_unique),
         Field(
             min_length=2,
             max_length=MOST_CLASSES,
@@ -70,11 +71,6 @@ class ClassificationConfig(PictureSettings, TaskConfig):
                 f"task.balance: {self.balance!r}: counts a site's classes, so one record is in the gradients of all: no "
                 "privacy.unit record; write none"
             )
-
-    @field_validator("classes")
-    @classmethod
-    def _check_distinct(cls, value: list[str]) -> list[str]:
-        return check_unique(value)
 
     @model_validator(mode="after")
     def _check_keeps_empty(self) -> Self:
@@ -135,8 +131,7 @@ def _check(
     if not _is_texts(path):
         return picture_lists.check(path, config, tokenizer, input_size, prepare_list)
     length = (lambda text: len(tokenizer(text.prompt_without_template).input_ids)) if tokenizer is not None else None
-    found: Findings = _check_texts(path, length, input_size, config and (lambda text: _class_index(text, config.classes)))
-    return found
+    return cast(Findings, _check_texts(path, length, input_size, config and (lambda text: _class_index(text, config.classes))))
 
 
 CLASSIFICATION = TaskKind(

@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from consilium.core.lazy import lazy
 from consilium.core.schema import MOST_CLASSES, check_unique
@@ -76,6 +76,7 @@ class LanguageConfig(TaskConfig):
     ] = 0.1
     labels: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=256)], ...],
+        AfterValidator(lambda labels: tuple(check_unique(list(labels), "label"))),
         Field(
             max_length=MOST_CLASSES,
             description="the possible answers, in any order, for records without labels of their own",
@@ -131,11 +132,6 @@ class LanguageConfig(TaskConfig):
             return ()
         return (f"task.labels is not read where task.evaluate is {self.evaluate}; use options or label to score by it",)
 
-    @field_validator("labels")
-    @classmethod
-    def _check_distinct(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(check_unique(list(value), "label"))
-
 
 def metric_names(config: LanguageConfig) -> frozenset[str]:
     """Return the names of all metrics that a language task can report."""
@@ -175,8 +171,13 @@ def scores(config: LanguageConfig) -> Scores:
     if config.evaluate == "exact" and config.extraction != "any":
         remark = f", answers read by {RULES[config.extraction]} rule"
     beside = (*written[1:], "loss") if written else _beside_loss(config)
-    meanings = {"accuracy_norm": NORM, "bits_per_token": TOKENS, "preferred": REWARD}
-    return Scores((*written[:1], "loss"), (*beside, *_truncation_metrics(config)), HEADINGS, remark, meanings=meanings)
+    return Scores(
+        (*written[:1], "loss"),
+        (*beside, *_truncation_metrics(config)),
+        HEADINGS,
+        remark,
+        meanings={"accuracy_norm": NORM, "bits_per_token": TOKENS, "preferred": REWARD},
+    )
 
 
 _TASK = "consilium.tasks.language.task"
@@ -195,8 +196,10 @@ def _check(
     if config is None:
         return cast(Findings, _check_texts(path))
     encoder = _encoder(tokenizer, input_size, config.prompt)
-    fit = partial(_check_fit, config=config, encoder=encoder)
-    return cast(Findings, _check_texts(path, encoder.full_length, input_size, check_fit=fit))
+    return cast(
+        Findings,
+        _check_texts(path, encoder.full_length, input_size, check_fit=partial(_check_fit, config=config, encoder=encoder)),
+    )
 
 
 LANGUAGE = TaskKind(

@@ -230,8 +230,7 @@ class Prompt:
         self, turns: Sequence[Mapping[str, str]], asks: bool = True, marks: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the rendered text of some turns, with the beginning of an answer if `asks`, and its marked parts."""
-        values = {**self.tokenizer.special_tokens_map, "add_generation_prompt": asks}
-        return render(self._template, turns, values, marks)
+        return render(self._template, turns, {**self.tokenizer.special_tokens_map, "add_generation_prompt": asks}, marks)
 
     @cached_property
     def _template(self) -> str:
