@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from consilium.core.errors import ConfigError, UnfitError
+from consilium.core.errors import CheckpointError, ConfigError, UnfitError
 from consilium.core.schema import validate
-from consilium.data.datalist import DataList
+from consilium.data.datalist import DataList, Loading
 from consilium.data.text import Text
 from consilium.tasks.language import LanguageConfig
 from consilium.tasks.language.task import LanguageTask
@@ -169,7 +169,8 @@ def test_a_system_prompt_that_the_template_refuses_or_drops_is_refused(template:
 )
 def test_a_template_that_cannot_write_a_conversation_is_one_line(more: str) -> None:
     template = f"{{% if messages|length > 2 %}}{more}{{% else %}}{SMOLLM}{{% endif %}}"
-    with pytest.raises(ConfigError, match=r"prompt: 'chat': the tokenizer's template (changes, repeats|fails for a record)"):
+    why = r"prompt: 'chat': the tokenizer's template (changes, repeats|fails for a record)"
+    with pytest.raises(CheckpointError, match=why):
         encoder(template).encode_record(TWO)
 
 
@@ -194,8 +195,21 @@ def test_an_empty_answer_learns_its_end_where_marks_hold_nothing() -> None:
     assert learned(made, replace(ONE, outputs=("",))) == "</s>\n"
 
 
+def test_a_template_that_fails_for_a_record_s_words_reveals_no_site() -> None:
+    """In a list that ignores unfit samples the record becomes empty, also where only its prompt alone fails."""
+    refuses = "{% if 'secret' in messages[0].content %}{{ raise_exception('x') }}{% endif %}"
+    asked = MARKED.replace("{% if add_generation_prompt %}", "{% if add_generation_prompt %}" + refuses)
+    config = validate(LanguageConfig, {"name": "language", "prompt": "chat", "evaluate": "generation"}, None)
+    splits = {"training": (), "validation": (), "test": (replace(ONE, instruction="a secret"),)}
+    for template in (refuses + SMOLLM, asked):
+        task = LanguageTask(DataList(Path(), splits, Loading(ignore_unfit=True)), speaking(template), 1000, config)
+        assert task.data.splits["test"][0].instruction == ""
+    with pytest.raises(CheckpointError, match="fails for a record"):
+        LanguageTask(DataList(Path(), splits), speaking(refuses + SMOLLM), 1000, config)
+
+
 def test_marks_around_nothing_are_refused() -> None:
-    with pytest.raises(ConfigError, match="marks no word of an answer"):
+    with pytest.raises(CheckpointError, match="marks no word of an answer"):
         encoder(SMOLLM + "{% if false %}{% generation %}{% endgeneration %}{% endif %}").encode_record(ONE)
 
 

@@ -13,12 +13,13 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from consilium.core.errors import UnfitError
+from consilium.core.errors import CheckpointError, UnfitError
 from consilium.data.datalist import DataList, Loading
 from consilium.data.text import Text
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
 from consilium.tasks.language import LanguageConfig, metric_names, scores, task as language
 from consilium.tasks.language.task import LanguageTask
+from consilium.tasks.language.tokens import Encoder
 from consilium.use.export import export
 from consilium.use.model import open_model
 from tests.use.test_export import kept
@@ -26,29 +27,15 @@ from tests.use.test_peft_folder import of_folder, sha_of
 
 TOKENIZER = load_tokenizer("tiny", None)
 MADE_UP: tuple[tuple[str, str, str, tuple[str, ...], tuple[float, ...]], ...] = (
-    (
-        "What did Tom see?",
-        "Tom went to the cat and saw it.",
-        "boy",
-        ("cat", "boy", "big old house"),
-        (-10.5822, -25.8148, -99.8223),
-    ),
-    (
-        "What is in the box?",
-        "Tom went to the dog and saw it.",
-        "red car",
-        ("red car", "I was so happy that we ran"),
-        (-30.7867, -145.9537),
-    ),
-    (
-        "What did Tom see?",
-        "Tom went to the tree and saw it.",
-        "sun",
-        ("I was so happy that we ran", "sun"),
-        (-140.2749, -21.4329),
-    ),
-    ("Which? Answer with A, B or C.", "Pick\nA. one\nB. two\nC. three", "A", ("A", "B", "C"), (-10.5454, -10.2495, -10.4468)),
-)
+    ("What did Tom see?", "Tom went to the cat and saw it.", "boy",
+     ("cat", "boy", "big old house"), (-10.5822, -25.8148, -99.8223)),
+    ("What is in the box?", "Tom went to the dog and saw it.", "red car",
+     ("red car", "I was so happy that we ran"), (-30.7867, -145.9537)),
+    ("What did Tom see?", "Tom went to the tree and saw it.", "sun",
+     ("I was so happy that we ran", "sun"), (-140.2749, -21.4329)),
+    ("Which? Answer with A, B or C.", "Pick\nA. one\nB. two\nC. three", "A",
+     ("A", "B", "C"), (-10.5454, -10.2495, -10.4468)),
+)  # fmt: skip
 """Records of task.prompt alpaca, and what lm-evaluation-harness 0.4.13 finds their options to be of the tiny model."""
 
 
@@ -130,15 +117,31 @@ def test_labels_of_the_job_serve_records_that_have_none_and_bad_options_are_refu
     model = Unigrams(torch.zeros(len(TOKENIZER)))
     own = Text("t:1", "q", "", ("no",))
     assert make_task((own,), labels=["no", "certainly not at all"]).evaluate(model, "test", 1)["accuracy"] == 1
-    for labels in (("no", ""), ("no", "they ran off to the park " * 40)):
-        bad = Text("t:2", "q", "", ("no",), labels=labels)
-        with pytest.raises(
-            UnfitError, match=r"t:2: the option '.*' has no token, or more than half of model\.max_length; mend"
-        ):
-            make_task((bad,))
-        assert make_task((bad,), quiet=True).evaluate(model, "test", 1)["accuracy"] == 0
+    shape = {"model_type": "gpt2", "n_positions": 64, "n_embd": 8, "n_layer": 1, "n_head": 1, "vocab_size": len(TOKENIZER)}
+    learned = build_causal_lm("folder", None, shape, weights=False)  # it has no position for a longer option
+    for said, labels in (("no", ("no", "")), ("they ran", ("", "they ran")), ("no", ("no", "they ran off to the park " * 40))):
+        bad = Text("t:2", "q", "", (said,), labels=labels)
+        with pytest.raises(UnfitError, match=r"t:2: the option '.*' has no token, or more than half of model\.max_length; m"):
+            make_task((bad,), length=64)
+        assert make_task((bad,), length=64, quiet=True).evaluate(learned, "test", 1)["accuracy"] == 0
     with pytest.raises(UnfitError, match=r"t:1: output has none of the labels \(none given\)"):
         make_task((own,))
+
+
+def test_an_option_that_the_tokenizer_fails_for_reveals_no_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a list that ignores unfit samples, as in a job with privacy, such a record is never right."""
+
+    def option(self: Encoder, words: str) -> list[int]:
+        if words == "secret":
+            raise CheckpointError("its tokenizer fails for a text")
+        return [1]
+
+    monkeypatch.setattr(Encoder, "option", option)
+    record = Text("t:1", "q", "", ("no",), labels=("no", "secret"))
+    with pytest.raises(CheckpointError):
+        make_task((record,))
+    model = Unigrams(torch.zeros(len(TOKENIZER)))
+    assert make_task((record,), quiet=True).evaluate(model, "test", 1)["accuracy"] == 0
 
 
 def test_a_long_prompt_leaves_room_for_every_option() -> None:

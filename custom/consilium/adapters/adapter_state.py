@@ -27,8 +27,9 @@ Found = TypeVar("Found")
 def check_size(numbers: int) -> None:
     """Raise ConfigError if an adapter has more than LARGEST `numbers`. It is called before memory is allocated."""
     if numbers > LARGEST:
-        remedy = "lower rank or width, narrow targets, or use kind lora"
-        raise ConfigError(f"adapter: {numbers:,} numbers to train, over {LARGEST:,}; {remedy}")
+        raise ConfigError(
+            f"adapter: {numbers:,} numbers to train, over {LARGEST:,}; lower rank or width, narrow targets, or use kind lora"
+        )
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from consilium.core.errors import ConfigError
+from consilium.core.errors import CheckpointError, ConfigError
 from consilium.data.text import Text
 from consilium.models.causal_lm.network import load_tokenizer
 from consilium.tasks.language.prompts import Prompt
@@ -76,7 +76,7 @@ def test_endless_loops_end(name: str) -> None:
 
 def test_errors_quote_no_record() -> None:
     found = encoder("{% if 'Roe' in messages[0].content %}{{ raise_exception(messages[0].content) }}{% endif %}" + CHATML)
-    with pytest.raises(ConfigError, match="fails for a record") as caught:
+    with pytest.raises(CheckpointError, match="fails for a record") as caught:
         found.encode_record(RECORD)
     assert "Roe" not in str(caught.value)
 

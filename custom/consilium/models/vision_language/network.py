@@ -123,9 +123,8 @@ LAYOUTS: dict[str, tuple[Callable[[Any, int], PictureTokens], Callable[[Any, Ten
 def picture_tokens(config: Any, side: int) -> PictureTokens:
     """Return the tokens of a picture of `side` pixels for a `transformers` configuration. Raises ConfigError if unknown."""
     if config.model_type not in LAYOUTS:
-        known = ", ".join(LAYOUTS)
         raise ConfigError(
-            f"model.config: model_type {config.model_type!r} takes pictures in a way of its own; known are {known}"
+            f"model.config: model_type {config.model_type!r} takes pictures in a way of its own; known are {', '.join(LAYOUTS)}"
         )
     return LAYOUTS[config.model_type][0](config, side)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from consilium.core.errors import ConfigError
+from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError
 from consilium.core.sanitize import shown
 from consilium.data.text import WITH_INPUT, WITHOUT_INPUT, Text
 from consilium.tasks.language.templates import TemplateFailure, render
@@ -90,7 +90,7 @@ class Prompt:
         else:
             parts = self._parts_by_placeholders(turns)
         if not any(learned for _, learned in parts):
-            raise _chat_error("the tokenizer's template marks no word of an answer as generated")
+            raise _chat_error("the tokenizer's template marks no word of an answer as generated", CheckpointError)
         if not text.learns_history and not self.has_generation_marks:
             last = max(at for at, (_, learned) in enumerate(parts) if learned)
             parts = [(part, learned and at == last) for at, (part, learned) in enumerate(parts)]
@@ -111,7 +111,9 @@ class Prompt:
         for number, mark in enumerate(marks):
             before, found, rest = rest.partition(mark)
             if not found or mark in rest:
-                raise _chat_error("the tokenizer's template changes, repeats or leaves out turns of a conversation")
+                raise _chat_error(
+                    "the tokenizer's template changes, repeats or leaves out turns of a conversation", CheckpointError
+                )
             end = (
                 _common_prefix_length(rest.partition(marks[number + 1])[0], ending, special_token_ids(self.tokenizer))
                 if number + 1 < len(marks)
@@ -215,12 +217,12 @@ class Prompt:
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the rendered text of a record's turns, and its marked parts.
 
-        Raises ConfigError without the template's own message, which may quote the record.
+        Raises CheckpointError without the template's own message, which may quote the record.
         """
         try:
             return self._render(turns, asks, marks)
         except TemplateFailure as error:
-            raise _chat_error(f"the tokenizer's template fails for a record ({error.kind})") from None
+            raise _chat_error(f"the tokenizer's template fails for a record ({error.kind})", CheckpointError) from None
 
     def _render_turn(self, message: str, answer: str | None = None) -> str:
         turns = [{"role": "user", "content": message}, *([] if answer is None else [{"role": "assistant", "content": answer}])]
@@ -256,8 +258,9 @@ def _question(text: Text) -> tuple[str, str]:
     return (text.instruction, text.input) if text.instruction else (text.input, "")
 
 
-def _chat_error(why: str) -> ConfigError:
-    return ConfigError(f"task.prompt: 'chat': {why}; use alpaca, or write a template")
+def _chat_error(why: str, kind: type[ConsiliumError] = ConfigError) -> ConsiliumError:
+    """Return the error of a template. A failure for some records only is a CheckpointError, like those of a tokenizer."""
+    return kind(f"task.prompt: 'chat': {why}; use alpaca, or write a template")
 
 
 def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:

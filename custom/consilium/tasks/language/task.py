@@ -103,7 +103,8 @@ class LanguageTask:
         """Return a record, its tokens and, for preferences, those of its rejected answer.
 
         In a list that ignores unfit samples a record that cannot be tokenized, or is of the other kind, becomes empty.
-        If the site failed instead, a malicious tokenizer that rejects certain words would reveal which sites hold them.
+        If the site failed instead, a malicious tokenizer or chat template that rejects certain words would reveal which sites
+        hold them. So the prompt alone, which later evaluations use, is tried too.
         """
 
         def encoded(one: Text) -> list[Encoded]:
@@ -112,6 +113,8 @@ class LanguageTask:
 
         try:
             check_kind(text, self.config)
+            if self.ignores_unfit and self.kind in (*ASKS, "options"):
+                self._encoder.prompt(text, self._encoder.max_length)
             return text, *encoded(text)
         except UnfitError as error:
             if not self.ignores_unfit:
@@ -238,10 +241,13 @@ class LanguageTask:
 
         "accuracy" compares log-likelihoods, "accuracy_norm" log-likelihoods per character of the option. These are acc and
         acc_norm of lm-evaluation-harness, which counts blanks at the end of a prompt as part of the options. A prompt is
-        shortened to leave room for the longest option.
+        shortened to leave room for the longest option. A record without a right option is not computed: one of its options may
+        have no token, or more than the model has positions.
         """
         texts, encoder = self._texts(split), self._encoder
-        words = [text.labels or self.config.labels for text in texts]
+        words = [
+            (text.labels or self.config.labels) if true else () for text, true in zip(texts, self._truth[split], strict=True)
+        ]
         options = [[encoder.option(one) for one in own] for own in words]
         most = [encoder.max_length + 1 - max(map(len, own), default=1) for own in options]
         prompts = [encoder.prompt(text, room)[0] for text, room in zip(texts, most, strict=True)]
@@ -307,13 +313,19 @@ class LanguageTask:
         return UnitScores(score or learned, lower, names, tuple(values), tuple(range(len(names))))
 
     def _right_answers(self, text: Text) -> frozenset[str]:
-        """Return a record's right answers, see `right_answers`; none for an unfit record where unfit samples are ignored."""
+        """Return a record's right answers, see `right_answers`.
+
+        In a list that ignores unfit samples an unfit record has none, nor has one with an option that cannot be tokenized.
+        """
         try:
             return find_right_answers(text, self.config, self._encoder)
         except UnfitError as error:
-            if self.ignores_unfit:
-                return frozenset()
-            raise UnfitError(f"{self.data.path}: {error}") from None
+            if not self.ignores_unfit:
+                raise UnfitError(f"{self.data.path}: {error}") from None
+        except CheckpointError:
+            if not self.ignores_unfit:
+                raise
+        return frozenset()
 
 
 def check_fit(text: Text, split: str, config: LanguageConfig, encoder: Encoder) -> None:

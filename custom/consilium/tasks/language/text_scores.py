@@ -117,11 +117,11 @@ def meteor(written: Sequence[str], references: Sequence[Sequence[str]]) -> list[
     ]
 
 
-def nist(written: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+def nist(written: Sequence[str], references: Sequence[Sequence[str]], longest: int = 5) -> float:
     """Return corpus NIST (Doddington, HLT 2002) as in mteval-v13a; answers may have different numbers of references, as in E2E.
 
     The information of an n-gram is log2(count of its first n - 1 words / count of the n-gram) over all references. For n = 1 ..
-    5, the information of the answers' n-grams is summed, each at most as often as in the reference with most of them,
+    `longest`, the information of the answers' n-grams is summed, each at most as often as in the reference with most of them,
     and divided by the number of n-grams. A brevity factor lowers answers that are shorter than the mean of their references.
     Without any words the score is 0.
     """
@@ -136,9 +136,9 @@ def nist(written: Sequence[str], references: Sequence[Sequence[str]]) -> float:
     times: Grams = Counter()
     for ref in (ref for refs in known for ref in refs):
         times.update({(): len(ref)})
-        times.update(gram for n in range(1, 6) for gram in _grams(ref, n).elements())
+        times.update(gram for n in range(1, longest + 1) for gram in _grams(ref, n).elements())
     total = 0.0
-    for n in range(1, 6):
+    for n in range(1, longest + 1):
         found = [_grams(one, n) & reduce(or_, (_grams(ref, n) for ref in refs)) for one, refs in zip(own, known, strict=True)]
         told = sum(count * math.log2(times[gram[:-1]] / times[gram]) for grams in found for gram, count in grams.items())
         total += told / max(1, sum(max(0, len(one) - n + 1) for one in own))
@@ -149,16 +149,16 @@ def nist(written: Sequence[str], references: Sequence[Sequence[str]]) -> float:
     return total * brevity
 
 
-def cider(written: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+def cider(written: Sequence[str], references: Sequence[Sequence[str]], longest: int = 4) -> float:
     """Return CIDEr-D (Vedantam et al., CVPR 2015), 0..10, as in the COCO caption evaluation, without stemming.
 
-    For n = 1 .. 4, an answer and a reference are vectors of n-gram counts times log(N / documents with the n-gram). A
+    For n = 1 .. `longest`, an answer and a reference are vectors of n-gram counts times log(N / documents with the n-gram). A
     document is all references of one answer. The cosine of both, with an answer's entries clipped to the reference's, is
     lowered by a penalty on the difference of lengths (counted in pairs of words, as there). It is averaged over references, n
     and answers, and multiplied by 10. With a single answer every weight is log 1 = 0, so the score is 0.
     """
     total = 0.0
-    for n in range(1, 5):
+    for n in range(1, longest + 1):
         counted = [[_grams(words_and_punctuation(ref), n) for ref in refs] for refs in references]
         documents = Counter(gram for refs in counted for gram in set().union(*refs))
         for one, texts, refs in zip(written, references, counted, strict=True):
@@ -172,7 +172,7 @@ def cider(written: Sequence[str], references: Sequence[Sequence[str]]) -> float:
             own, *others = (max(len(words_and_punctuation(text)) - 1, 0) for text in (one, *texts))
             penalties = [math.exp(-((own - other) ** 2) / (2 * 6.0**2)) for other in others]
             total += sum(c * penalty for c, penalty in zip(close, penalties, strict=True)) / len(refs)
-    return 10 * total / 4 / len(written)
+    return 10 * total / longest / len(written)
 
 
 def words_and_punctuation(text: str) -> list[str]:
