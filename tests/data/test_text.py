@@ -11,7 +11,7 @@ from consilium.core.errors import ConfigError, DataError
 from consilium.data.text import read_records, read_texts
 from consilium.federation.site_names import site_names
 from consilium.tasks.language.answers import canonical_answer
-from tests.conftest import refused
+from tests.conftest import refused, run
 from tests.data.writing import write
 
 
@@ -90,7 +90,9 @@ def test_a_record_that_needs_no_answer_may_have_any(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["training.jsonl.gz", "training.json", "train-00000-of-00001.parquet", "train.csv"])
-def test_a_training_file_of_another_format_is_named(name: str, tmp_path: Path) -> None:
+def test_a_training_file_of_another_format_is_named(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The formats of data sets on the Hub. The message is the same for a site's folder and for a folder of sites."""
     (tmp_path / "ward").mkdir()
     (tmp_path / "ward" / name).write_bytes(b"")
@@ -98,6 +100,9 @@ def test_a_training_file_of_another_format_is_named(name: str, tmp_path: Path) -
     refused(f"holds no training.jsonl or train.jsonl; '{name}' {said} give a folder", read_texts, tmp_path / "ward")
     with pytest.raises(ConfigError, match=f"training.jsonl, site.yaml or classes; 'ward/{name}' {said} `consilium data import"):
         site_names("", tmp_path)
+    for folder in (tmp_path, tmp_path / "ward") if name != "train.csv" else ():  # a table has an import of its own
+        assert run(monkeypatch, "data", "check", folder) == 2
+        assert said in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_a_final_answer_may_be_a_number(tmp_path: Path) -> None:

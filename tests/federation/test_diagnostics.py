@@ -144,12 +144,14 @@ def test_an_algorithm_of_unequal_ranks_at_one_rank_has_a_deviation() -> None:
 
 def test_the_norm_of_noise_is_drawn_from_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append([axis.get_ylim()[0] for axis in self.axes]))
-    (tmp_path / "noise.json").write_text('{"0-0": {"noise/xi_B A": 5.0}, "1-0": {"noise/xi_B A": 5.1}}')
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append(self.axes[0]))
+    (tmp_path / "noise.json").write_text('{"0-0": {"noise/xi_B A": 5.0}, "4-0": {"noise/xi_B A": 5.1}}')
     draw(tmp_path, tmp_path)
-    plot_curves(tmp_path / "b.png", [{"norm/a": 5.0}, {"norm/a": 5.1}])
-    assert drawn[0] == [0]
-    assert min(drawn[1]) > 4
+    plot_curves(tmp_path / "b.png", {1: {"norm/a": 5.0}, 2: {"norm/a": 5.1}})
+    assert [axis.get_ylim()[0] > 4 for axis in drawn] == [False, True]
+    assert drawn[0].get_ylim()[0] == 0
+    # at a site that was asked in rounds 1 and 5 only
+    assert [list(line.get_xdata()) for line in drawn[0].lines] == [[1, 5]]
 
 
 def test_a_run_that_notes_nothing_loads_no_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

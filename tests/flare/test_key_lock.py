@@ -113,8 +113,11 @@ def test_a_locked_kit_holds_no_key_and_opens_in_memory_as_it_was(
     assert found["key"].line() == "ok       key: locked, and open now"
     check_certificate_time(kit)
     opened = key.resolve().parent
-    assert run(monkeypatch, "unlock", kit) == 0  # open already: nobody is asked
-    assert run(monkeypatch, "lock", kit) == 0  # closes it: nobody is asked
+    capsys.readouterr()
+    assert run(monkeypatch, "unlock", kit, "--format", "json") == 0  # open already: nobody is asked
+    assert json.loads(capsys.readouterr().out) == {"kit": str(kit), "keys": None}
+    assert run(monkeypatch, "lock", kit, "--format", "json") == 0  # closes it: nobody is asked
+    assert json.loads(capsys.readouterr().out) == {"kit": str(kit), "in_clear": []}
     assert not opened.exists()
     assert not key.is_symlink()
     assert run(monkeypatch, "unlock", kit, "--passphrase-file", file, "--for-good") == 0

@@ -1,12 +1,13 @@
 """`consilium compare`: formats, pictures, studies, mistakes in one line."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import run
-from tests.report.runs import made, make
+from tests.report.runs import change, made, make
 
 
 def test_seeds_of_two_codes_are_told(
@@ -35,9 +36,19 @@ def test_seeds_of_two_codes_are_told(
 
 def test_the_command_writes_every_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = made(tmp_path, {"fedit": [[0.2, 0.6], [0.4, 0.8]], "ffa_lora": [[0.1, 0.1], [0.9, 0.9]]})
+    for folder in folders:  # a score that the task does not show unless it is asked for
+        for site in ("s0", "s1"):
+            change(folder, site, test__global__loss=1.5)
     for end in ("md", "tex", "csv", "json", "txt", "html"):
         assert run(monkeypatch, "compare", *folders, "-o", tmp_path / f"out.{end}") == 0
         assert "ffa" in (tmp_path / f"out.{end}").read_text()
+        assert run(monkeypatch, "compare", *folders, "--metric", "loss", "-o", tmp_path / f"loss.{end}") == 0
+    assert ",loss,1.5," in (tmp_path / "loss.csv").read_text()
+    assert 1.5 in [one["value"] for one in json.loads((tmp_path / "loss.json").read_text())["records"]]
+    assert re.search(r"Scores by method and site\. \w+, mean over sites: fedit 1\.500", (tmp_path / "loss.html").read_text())
+    monkeypatch.chdir(folders[0])
+    assert run(monkeypatch, "compare", ".", "-o", tmp_path / "one.html") == 0
+    assert f"<title>{folders[0].name}" in (tmp_path / "one.html").read_text()
 
 
 def test_a_missing_picture_is_named_once_on_the_page_and_once_for_the_folder(

@@ -410,7 +410,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     line = {"time": 1.7e9, "kind": "train", "round": 0, "phase": 0, "tensors": {TENSOR: tensor}, "metrics": metrics}
     (folder / "sites" / SITES[0] / "audit.jsonl").write_text(json.dumps(line | {"previous": ""}) + "\n")
     texts = {
-        "study": study_page("s", "here", groups, comparison_tables(groups, Stage.GLOBAL), [], Stage.GLOBAL),
+        "study": study_page("s", "here", groups, comparison_tables(groups, Stage.GLOBAL), [], Stage.GLOBAL, ""),
         "run": run_page(read_run(folder)),
         "site": site_page(folder, SITES[0]),
     }

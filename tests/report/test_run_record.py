@@ -1,5 +1,6 @@
 """The one reader of a run's folder: costs, curves, resumptions, and damage told in one line."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Payload, Stage
 from consilium.federation.job_assembly import assemble_job
+from consilium.report import figures
 from consilium.report.run_files import RunLog
 from consilium.report.run_record import read_finished_run, read_run
 from consilium.report.untrusted_files import LINES, as_finite_float, read_events, read_lines
@@ -188,6 +190,30 @@ def test_sites_without_final_scores_are_those_refused_in_the_final_evaluation(tm
     note_in(run, {"event": "final", "site": "c", "round": rounds, "metrics": {}})
     note_in(run, {"event": "final", "site": "e", "round": rounds - 1, "metrics": {}})
     assert read_run(run).unscored == {"b": "b cannot", "e": "e cannot"}
+
+
+def test_a_run_resumed_twice_is_drawn_once_at_its_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DEeR trains in two phases a round; the run breaks off in rounds 2 and 3, and each time begins at the round before."""
+    config = small_config("deer", rounds=3)
+    drawn: list[Any] = []
+    monkeypatch.setattr(figures, "plot_curves", lambda path, rounds: drawn.append(rounds))
+    monkeypatch.setattr(figures, "plot_matrices", lambda path, found, *_, **__: drawn.append([one.title for one in found]))
+    log = RunLog(tmp_path, config)
+    for attempt, rounds in enumerate([(0, 1), (1, 2), (2,)]):
+        if attempt:
+            log.close()
+            log = RunLog(tmp_path, config, resume=True)
+            log.record_resume(ServerState(rounds[0], 0, {}, {}))
+        for round, phase in itertools.product(rounds, (0, 1)):
+            log.record_diagnostics(ServerState(round, phase, {}, {}), {"deviation/a": 10.0 * attempt + round})
+        for round in rounds:
+            log.record_figures(ServerState(round + 1, 0, {}, {}), {"weights": torch.eye(2)})
+    log.finish()
+    log.close()
+    titles, curves = drawn
+    assert titles == ["round 1", "round 2", "round 3"]
+    wanted = {0.5: 0.0, 1.0: 0.0, 1.5: 11.0, 2.0: 11.0, 2.5: 22.0, 3.0: 22.0}
+    assert curves == {done: {"deviation/a": value} for done, value in wanted.items()}
 
 
 @pytest.mark.parametrize("value", [1.7e308, -1.7e308, float("nan"), 10**400])

@@ -14,9 +14,18 @@ from rich.console import Console
 
 from consilium.core.messages import Stage
 from consilium.report.compare.comparability import group_comparable
-from consilium.report.compare.tables import as_csv, as_json, comparison_tables
+from consilium.report.compare.tables import ROW, as_json, comparison_tables, records
 from consilium.report.run_record import read_finished_run
-from consilium.report.tables import Column, Table, difference_text, latex_text, markdown_text, terminal_table
+from consilium.report.tables import (
+    Column,
+    Table,
+    csv_text,
+    difference_text,
+    latex_text,
+    markdown_text,
+    significant_text,
+    terminal_table,
+)
 from tests.conftest import small_config
 from tests.report.pages import make_run
 from tests.report.runs import make
@@ -25,6 +34,7 @@ from tests.report.runs import make
 def test_what_prints_no_digit_has_no_sign() -> None:
     values = [-0.0004, 0.0004, 0.0, -0.0006, 0.25]
     assert [difference_text(value) for value in values] == ["0.000", "0.000", "0.000", "-0.001", "+0.250"]
+    assert [significant_text(value) for value in (999.4, 999.6, -999.6, 1e6)] == ["999", "1,000", "-1,000", "1e+06"]
 
 
 EVIL = "=SUM(A1)|50%_of $x & {y}#~^\\ " + "n" * 40
@@ -43,7 +53,7 @@ def test_names_are_text_in_every_format(tmp_path: Path) -> None:
     page = markdown_text(found)
     assert r"=SUM(A1)\|50%\_of \$x" in page
     assert "ffa_lora" in page  # amid a word it is no emphasis
-    rows = list(csv.DictReader(io.StringIO(as_csv(groups))))
+    rows = list(csv.DictReader(io.StringIO(csv_text(records(groups), ROW))))
     assert {row["site"][:6] for row in rows} == {"'=SUM("}
     assert {row["value"] for row in rows} == {"0.5", "0.2"}
     assert json.loads(as_json(groups, found, []))["records"][0]["site"] == EVIL

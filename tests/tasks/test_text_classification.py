@@ -209,6 +209,11 @@ def test_predict_writes_a_class_and_probabilities_for_each_record(
         assert line["class"] == max(line["probabilities"], key=line["probabilities"].get)
         assert sum(line["probabilities"].values()) == pytest.approx(1, abs=1e-5)
     assert "new.jsonl:3" in capsys.readouterr().err
+    before = [(tmp_path / name).read_bytes() for name in ("new.jsonl", "said/new.jsonl")]
+    for out, why in ((tmp_path, "is an input, which is never replaced"), (tmp_path / "said", "is there already")):
+        assert run(monkeypatch, "predict", adapter, tmp_path / "new.jsonl", "--out", out) == 2
+        assert why in capsys.readouterr().err.replace("\n", " ")
+    assert [(tmp_path / name).read_bytes() for name in ("new.jsonl", "said/new.jsonl")] == before
 
 
 def test_what_does_not_fit_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -321,3 +321,8 @@ def test_a_run_of_a_study_is_named_by_its_values(finished: Path, tmp_path: Path)
     for wrong in ("study", "study/method=FedIT", "study/seed=1"):
         with pytest.raises(ConfigError, match=r"which run of the study\? .*method=FedIT,seed=0, method=IAT \+ SOR,seed=0$"):
             adapter_folder(tmp_path / wrong)
+    (tmp_path / "study").rename(tmp_path / "study-small")
+    with pytest.raises(
+        ConfigError, match=r"runs of a smaller size are in a folder of their own: .*/study-small/method=FedIT,seed=0$"
+    ):
+        adapter_folder(tmp_path / "study/method=FedIT,seed=0")

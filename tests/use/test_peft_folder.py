@@ -95,6 +95,10 @@ def test_the_card_has_licence_and_base(tmp_path: Path) -> None:
     card.write_text(card.read_text().replace("license: unknown", "license: cc-by-4.0"))
     stated = (export(open_model(folder, own=own), "peft", tmp_path / "c", own).folder / "README.md").read_text()
     assert stated.startswith("---\nlicense: cc-by-4.0\n")
+    card.unlink()  # as a folder that was copied without it
+    alone = (export(open_model(folder, own=own), "peft", tmp_path / "d", own).folder / "README.md").read_text()
+    assert alone.startswith("---\nlicense: apache-2.0\n")
+    assert "AutoPeftModelForCausalLM" in alone
 
 
 def test_the_command_names_the_base(

@@ -32,10 +32,10 @@ from consilium.report.compare.comparability import (
     with_short_names,
 )
 from consilium.report.compare.run_tables import settings_tables
-from consilium.report.compare.tables import Published, as_csv, as_json, comparison_tables, method_of, read_published
+from consilium.report.compare.tables import ROW, Published, as_json, comparison_tables, method_of, read_published, records
 from consilium.report.predictions import CASES
 from consilium.report.run_record import CELLS, RunRecord, cell_folder, read_finished_run, read_run
-from consilium.report.tables import latex_text, markdown_text, terminal_table
+from consilium.report.tables import csv_text, latex_text, markdown_text, terminal_table
 from consilium.report.untrusted_files import subfolders
 from consilium.study.definition import Size, Study, load
 from consilium.study.records import current_record
@@ -106,12 +106,13 @@ def compare(
         tables += settings_tables(groups, study.config.about if study else "")
     if kind == "csv":
         show((f"note: {shown(note, 2000)}" for note in notes), errors=True)
-        text = as_csv(groups)
+        text = csv_text(records(groups, metric), ROW)
     elif kind == "json":
-        text = as_json(groups, tables, notes) + "\n"
+        text = as_json(groups, tables, notes, metric) + "\n"
     elif kind == "html":
-        source = str(runs[0] if len(runs) == 1 else "comparison")
-        text = call(f"{PAGES}:study_page", Path(source).stem, source, groups, tables, notes, stage)
+        source = runs[0] if len(runs) == 1 else Path("comparison")
+        name = study.heading if study else source.resolve().name
+        text = call(f"{PAGES}:study_page", name, str(source), groups, tables, notes, stage, metric)
     elif kind != "txt":
         text = (markdown_text if kind == "md" else latex_text)(tables, notes)
     else:

@@ -40,7 +40,7 @@ from consilium.data.folders import (
 from consilium.data.partition import split_list
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.data.stats import site_stats
-from consilium.data.text import has_texts
+from consilium.data.text import has_texts, other_formats
 from consilium.report.page.data_pages import tables, write_report, write_stats
 from consilium.report.tables import Column, Table
 from consilium.tasks.registry import TASKS
@@ -152,6 +152,8 @@ def _check_data_set(one: SiteList, config: Any, checkpoints: Path | None) -> Fin
     own, site = one
     path = own.datalist
     texts = has_texts(path) or path.suffix == ".jsonl"
+    if path.is_dir() and not importable_content(path):  # such as training.parquet, whose remedy is that of texts
+        texts = texts or bool(other_formats(path))
     kind = TASKS[config.task.name if config else "language" if texts else "segmentation"]
     if kind.check is None:
         found = Findings.of(path, kind.read(path))

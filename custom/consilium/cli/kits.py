@@ -23,18 +23,21 @@ from consilium.report.prometheus_text import exposition_text
 
 def allow(
     folders: Annotated[list[Path], typer.Argument(metavar="KIT...", help="startup kits, or a workspace of FLARE's simulator")],
+    format: FormatOption = "txt",
 ) -> None:
     """Let FLARE run Consilium's classes: list those of the kit's role, and no others, in local/resources.json.
 
     This also brings kits of an older version up to date, and adds Consilium's policies to kits that `nvflare provision` or
     `nvflare poc` made. Kits of people and relays need no list. Restart the participants afterwards.
     """
+    found = dict[str, str]()
     for folder in folders:
         # a relay reads where it listens from local/comm_config.json, which a file in the kit's top folder would replace
         if (role := participant_role(folder)) in ("person", "relay"):
-            typer.echo(f"{folder}: a {role}'s kit; it needs no list")
+            found[str(folder)] = f"a {role}'s kit; it needs no list"
         else:
-            typer.echo(f"{update_local(folder)}: lists the classes that jobs may name")
+            found[str(update_local(folder))] = "lists the classes that jobs may name"
+    emit(found, (f"{path}: {text}" for path, text in found.items()), format)
 
 
 def revoke(
@@ -146,7 +149,9 @@ PassphraseOption = Annotated[
 
 
 def lock(
-    kit: Annotated[Path, typer.Argument(help="a startup kit that is not in use")], passphrase_file: PassphraseOption = None
+    kit: Annotated[Path, typer.Argument(help="a startup kit that is not in use")],
+    passphrase_file: PassphraseOption = None,
+    format: FormatOption = "txt",
 ) -> None:
     """Encrypt a kit's private keys with a passphrase, to send or store the kit; or close a locked kit that was opened."""
     is_locked = (kit / LOCKED).is_file()
@@ -156,28 +161,28 @@ def lock(
     if left:
         _warn(f"private keys in clear stay: {', '.join(map(str, left))}; move them to a safe place, or delete them")
     text = f"{kit}: its keys are locked; `consilium unlock {kit}`, or start.sh, opens it"
-    typer.echo(text if is_locked else f"{text}. Copies of the kit that were made before, as in a backup, hold them unencrypted")
+    text += "" if is_locked else ". Copies of the kit that were made before, as in a backup, hold them unencrypted"
+    emit({"kit": str(kit), "in_clear": list(map(str, left))}, text, format)
 
 
 def unlock(
     kit: Annotated[Path, typer.Argument(help="a locked startup kit")],
     passphrase_file: PassphraseOption = None,
     for_good: Annotated[bool, typer.Option("--for-good", help="put the keys back into the kit, unencrypted")] = False,
+    format: FormatOption = "txt",
 ) -> None:
     """Open a locked kit. Its keys are then in memory until `consilium lock` or a restart of the machine."""
     kit = kit.resolve() if ".." in kit.parts else kit  # start.sh gives startup/.. of the kit
     if not (kit / LOCKED).is_file():
         raise ConfigError(f"{kit}: is not locked; nothing to do")
     if has_private_key(kit) and not for_good:
-        typer.echo(f"{kit}: is open already")
+        emit({"kit": str(kit), "keys": None}, f"{kit}: is open already", format)
         return
     folder = key_lock.unlock(kit, _passphrase(passphrase_file), for_good)
-    if for_good or not folder.is_relative_to(kit.resolve()):
-        typer.echo(
-            f"{kit}: its keys are in {folder}" + ("" if for_good else ", in memory, until `consilium lock` or a restart")
-        )
-    else:
-        typer.echo(f"{kit}: this machine has no folder in memory, so its keys are on disk in {folder} until `consilium lock`")
+    text = f"its keys are in {folder}" + ("" if for_good else ", in memory, until `consilium lock` or a restart")
+    if not for_good and folder.is_relative_to(kit.resolve()):
+        text = f"this machine has no folder in memory, so its keys are on disk in {folder} until `consilium lock`"
+    emit({"kit": str(kit), "keys": str(folder)}, f"{kit}: {text}", format)
 
 
 def _passphrase(file: Path | None, confirm: bool = False, label: str = "Passphrase") -> str:

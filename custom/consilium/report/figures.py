@@ -97,19 +97,19 @@ def plot_matrices(path: Path, found: Sequence[Matrix], across: str, down: str, b
     write_figure(path, picture, dpi=130)
 
 
-def plot_curves(path: Path, rounds: Sequence[Mapping[str, float]], from_zero: bool = False) -> None:
-    """Draw values over the rounds, one panel per group of names "<group>/<name>".
+def plot_curves(path: Path, rounds: Mapping[float, Mapping[str, float]], from_zero: bool = False) -> None:
+    """Draw values by the number of rounds done, one panel per group of names "<group>/<name>".
 
     A group of more than four names, such as layers, is drawn as its mean and range. `from_zero`: let the y axis begin at 0.
     """
     groups: dict[str, list[str]] = {}
-    for name in dict.fromkeys(name for one in rounds for name in one):
+    for name in dict.fromkeys(name for one in rounds.values() for name in one):
         groups.setdefault(name.rpartition("/")[0], []).append(name)
     picture = figure.Figure(figsize=(4.2 * len(groups), 3.2), layout="constrained")
     for axis, (group, names) in zip(np.ravel(picture.subplots(1, len(groups), squeeze=False)), groups.items(), strict=True):
-        values = np.array([[one.get(name, np.nan) for name in names] for one in rounds])
+        values = np.array([[one.get(name, np.nan) for name in names] for one in rounds.values()])
         there = ~np.isnan(values).all(1)
-        steps, values = np.arange(1, len(values) + 1)[there], values[there]
+        steps, values = np.array(list(rounds))[there], values[there]
         if len(names) <= 4:
             for name, column in zip(names, values.T, strict=True):
                 axis.plot(steps, column, marker=".", label=name.rpartition("/")[2])

@@ -75,8 +75,10 @@ class RunLog:
         self._down: dict[str, int] = {}
         self.results: dict[str, dict[str, float]] = {}
         """The closing metrics of each site that reported them."""
-        self._figures: dict[str, list[dict[str, Any]]] = {}
-        self._curves: list[dict[str, float]] = []
+        self._figures: dict[str, dict[int, dict[str, Any]]] = {}
+        """The events "figure", by title and round."""
+        self._curves: dict[float, dict[str, float]] = {}
+        """The diagnostics, by the number of rounds done. Of two phases, the first ends half a round."""
         self._phase: list[dict[str, float]] = []
         # central trust hides each site's update from the readers of these files, not from this server
         seen = config.privacy is None or config.privacy.trust != "central"
@@ -92,14 +94,15 @@ class RunLog:
         Return a line for each package whose version has changed, and for the strategy's code if it has changed.
         """
         for event in without_replaced_events(read_lines(self.folder / "metrics.jsonl")[0]):
-            if event["event"] == "joined":
+            kind, title = event["event"], event.get("title", "")
+            if kind == "joined":
                 self._note_site_marks(event)
-            if event["event"] == "figure" and event["round"] < state.round and Path(event["title"]).name == event["title"]:
-                self._figures.setdefault(event["title"], []).append(event)
-            if event["event"] == "diagnostics" and place_of(event) < (state.round, state.phase):
-                self._curves.append(event["values"])
-            if event["event"] == "concluded" and place_of(event) < (state.round, state.phase):
+            elif kind not in ("figure", "diagnostics", "concluded") or place_of(event) >= (state.round, state.phase):
+                continue
+            elif kind == "concluded":
                 self.trained.update(event["sites"])
+            elif Path(title).name == title:
+                self._note_drawn(event)
         self.record("resumed", round=state.round, phase=state.phase)
         return self._write_job_and_versions()
 
@@ -145,6 +148,15 @@ class RunLog:
             if joined.get(mark) is True:
                 sites.add(joined["site"])
 
+    def _note_drawn(self, line: dict[str, Any]) -> None:
+        """Note an event that `finish` draws, in place of the same event before the run was resumed."""
+        round = line["round"]
+        if line["event"] == "figure":
+            self._figures.setdefault(line["title"], {})[round] = line
+        else:
+            phases = self._config.strategy.traits.phases_of(round)
+            self._curves[round + (line["phase"] + 1) / phases] = line["values"]
+
     def note_sent_bytes(self, site: str, payload: Payload) -> None:
         """Note the bytes of the payload that a site receives."""
         self._down[site] = payload_bytes(payload.tensors)
@@ -177,9 +189,10 @@ class RunLog:
     def record_diagnostics(self, state: ServerState, values: dict[str, float]) -> None:
         """Record the numbers that a strategy measured in a phase. `finish` draws them as curves."""
         if values:
-            self.record("diagnostics", round=state.round, phase=state.phase, values=values)
+            line = {"event": "diagnostics", "round": state.round, "phase": state.phase, "values": values}
+            self.record(**line)
             self._write_scalars("server", values, state.round)
-            self._curves.append(values)
+            self._note_drawn(line)
 
     def record_figures(self, state: ServerState, matrices: Tensors) -> None:
         """Record matrices whose rows and columns are sites. `finish` draws the matrices of all rounds."""
@@ -194,7 +207,7 @@ class RunLog:
                 "values": matrix.tolist(),
             }
             self.record(**line)
-            self._figures.setdefault(title, []).append(line)
+            self._note_drawn(line)
 
     def record_final_scores(self, site: str, result: Payload) -> None:
         """Record a site's final evaluation."""
@@ -218,7 +231,7 @@ class RunLog:
         for title, rounds in self._figures.items():
             of_rounds = [
                 figures.Matrix(f"round {one['round'] + 1}", np.asarray(one["values"]), one["sites"], one["sites"])
-                for one in figures.pick_evenly(rounds)
+                for one in figures.pick_evenly(list(rounds.values()))
             ]
             figures.plot_matrices(self.folder / f"{title}.png", of_rounds, "gives", "receives", vmin=0, vmax=1)
         if self._curves:

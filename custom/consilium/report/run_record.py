@@ -400,6 +400,10 @@ def cell_folder(path: Path) -> Path:
         path = RUNS / path.parent.stem / path.name
     study = path if (path / CELLS).is_dir() and not (path / "job.yaml").exists() else path.parent
     if (path.exists() and study != path) or not (study / CELLS).is_dir():
+        sized = [one for one in (Path(f"{study}-small"), Path(f"{study}-smoke")) if (one / CELLS).is_dir()]
+        if sized and not path.exists():
+            places = " or ".join(shown(one / path.name, 200) for one in sized)
+            raise ConfigError(f"{shown(path, 200)}: no such run; runs of a smaller size are in a folder of their own: {places}")
         return path
     done = [cell for cell in study_cells(study) if (cell.folder / "results.json").is_file()]
     wanted = "" if study == path else ",".join(part.strip() for part in path.name.split(","))

@@ -82,7 +82,7 @@ def significant_text(value: float | None) -> str:
     """Return a number with three significant digits, or all digits before the point; "-" for None and NaN."""
     if value is None or value != value:
         return "-"
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
+    return f"{value:,.0f}" if 999.5 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
 def difference_text(value: float) -> str:

@@ -316,7 +316,8 @@ def with_front_matter(page: str, library: str, base: str, folder: Path, tag: str
     `library`: the library that opens the model. `tag`: the hub's pipeline tag. `base`: the base's name, by default its
     `folder`, which may state its licence.
     """
-    head, _, rest = page.removeprefix("---\n").partition("\n---\n")
+    # a folder without a card has a page without fields
+    head, _, rest = page.removeprefix("---\n").partition("\n---\n") if page.startswith("---\n") else ("", "", page)
     stated = re.search(r"^license: (.+)$", head, re.MULTILINE)
     licence = stated[1] if stated and stated[1] != UNKNOWN else licence_of(folder)
     lines = [

@@ -31,6 +31,8 @@ from consilium.use.predictor import Input, Prediction, Predictor, answer_inputs,
 # outputs ---------------------------------------------------------------------------------------------------------------
 
 CLASSES, LABELS = "classes.csv", "labels.json"
+COMMON = {"segmentation": [LABELS], "classification": [CLASSES], "texts": []}
+"""The files that are written once for all inputs, by the kind of the outputs."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +45,16 @@ class OutputOptions:
     force: bool = False
 
 
-def split_clashing(task: str, inputs: list[Input], wanted: OutputOptions) -> tuple[list[Input], list[tuple[Input, str]]]:
+def split_clashing(kind: str, inputs: list[Input], wanted: OutputOptions) -> tuple[list[Input], list[tuple[Input, str]]]:
     """Return (the inputs with files of their own, [(input, reason)] for inputs that would share a file with an earlier input).
 
-    Names that differ only in upper and lower case count as equal, because on some file systems they are.
+    `kind`: of the outputs, "segmentation", "classification" (one table) or "texts". Names that differ only in upper and lower
+    case count as equal, because on some file systems they are.
     """
-    taken: dict[str, str] = dict.fromkeys(map(str.casefold, _common_files(task)), "the tables")
+    taken: dict[str, str] = dict.fromkeys(map(str.casefold, COMMON[kind]), "the tables")
     apart, clashing = list[Input](), list[tuple[Input, str]]()
     for one in inputs:
-        names = _output_names(task, one, wanted)
+        names = _output_names(kind, one, wanted)
         if (clash := next((name for name in names if name.casefold() in taken), None)) is None:
             apart.append(one)
             taken |= dict.fromkeys(map(str.casefold, names), one.name)
@@ -61,9 +64,9 @@ def split_clashing(task: str, inputs: list[Input], wanted: OutputOptions) -> tup
     return apart, clashing
 
 
-def check_files(task: str, inputs: list[Input], apart: list[Input], wanted: OutputOptions) -> None:
+def check_files(kind: str, inputs: list[Input], apart: list[Input], wanted: OutputOptions) -> None:
     """Raise ConfigError if a file written for the inputs `apart` would replace an input or, without `force`, any file."""
-    names = [*_common_files(task), *(name for one in apart for name in _output_names(task, one, wanted))]
+    names = [*COMMON[kind], *(name for one in apart for name in _output_names(kind, one, wanted))]
     originals = {_file_identity(path) for one in inputs for path in (one.path.iterdir() if one.path.is_dir() else [one.path])}
     if wanted.out.exists() and not wanted.out.is_dir():
         raise ConfigError(f"{wanted.out}: is a file; give a folder")
@@ -79,16 +82,9 @@ def check_files(task: str, inputs: list[Input], apart: list[Input], wanted: Outp
         )
 
 
-def _common_files(task: str) -> list[str]:
-    """Return the names of the files that are written once for all inputs."""
-    return {"classification": [CLASSES], "segmentation": [LABELS]}.get(task, [])
-
-
-def _output_names(task: str, one: Input, wanted: OutputOptions) -> list[str]:
-    if task == "classification":
-        return []
-    if task != "segmentation":
-        return [one.name]
+def _output_names(kind: str, one: Input, wanted: OutputOptions) -> list[str]:
+    if kind != "segmentation":
+        return [one.name] if kind == "texts" else []
     wants = (True, wanted.overlays, wanted.probabilities)
     return [name for name, wants_it in zip(mask_files(one.name), wants, strict=True) if wants_it]
 
@@ -215,9 +211,11 @@ def predict(predictor: Predictor, inputs: list[Input], wanted: OutputOptions, do
     name = predictor.opened.config.task.name
     if name not in ("segmentation", "classification", "language", "report"):
         raise ConfigError(f"task.name: {name!r}: predict knows segmentation, classification, language and report")
+    # a classifier of texts writes a file of records per input, and no table
     texts = name in ("language", "report") or reads_texts(predictor.opened.config)
-    apart, clashing = split_clashing(name, inputs, wanted)
-    check_files(name, inputs, apart, wanted)
+    kind = "texts" if texts else name
+    apart, clashing = split_clashing(kind, inputs, wanted)
+    check_files(kind, inputs, apart, wanted)
     make_private_folder(wanted.out)
     outcome = Outcome(bad=[(one.name, why) for one, why in clashing])
     for one, _ in clashing:
@@ -246,7 +244,7 @@ def predict(predictor: Predictor, inputs: list[Input], wanted: OutputOptions, do
                 outcome.written.append(one.name)
         volumes.drop_caches()
         done(one)
-    if name == "classification" and not texts:
+    if kind == "classification":
         file = io.StringIO()
         csv.writer(file, lineterminator="\n").writerows(rows)
         write_atomic(wanted.out / CLASSES, file.getvalue().encode("utf-8", "surrogateescape"), PRIVATE)

@@ -1,5 +1,6 @@
 """Tables of a comparison: scores, costs, ranks, paired tests, missing runs; and all numbers as records, CSV and JSON."""
 
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,7 @@ from consilium.report.compare.score_statistics import (
     scores_of,
 )
 from consilium.report.run_record import finite_score, unit_of
-from consilium.report.tables import Column, Table, csv_text, difference_text, number_text, only_true
+from consilium.report.tables import Column, Table, difference_text, number_text, only_true
 from consilium.strategies.strategy import Role
 from consilium.tasks.registry import COUNT, HIGH, LOW
 
@@ -380,8 +381,11 @@ def _missing_table(tables: Sequence[GroupScores]) -> list[Table]:
     return [Table(tables[0].group.with_group_name("Missing, and in no mean"), columns, rows[:MOST_LISTED], notes)]
 
 
-def records(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """Return a row per run, site, model and metric, with all numbers that tables and tests use. A missing value is None."""
+def records(groups: Sequence[Group], metric: str = "") -> list[dict[str, Any]]:
+    """Return a row per run, site, model and metric, with all numbers that tables and tests use. A missing value is None.
+
+    `metric`: the compared one, "" for the leading score.
+    """
     found = []
     for group, (method, seed), run in ((one, key, run) for one in groups for key, run in one.runs.items()):
         whole: dict[str, Any] = {
@@ -391,10 +395,10 @@ def records(groups: Sequence[Group]) -> list[dict[str, Any]]:
             "epsilon": run.epsilon,
             "run": run.name,
         }
-        metrics = dict.fromkeys([run.metric, *run.scores.leading, *run.scores.beside])
-        for site, stage, metric in ((site, stage, m) for site in sorted(run.sites) for stage in Stage for m in metrics):
-            if (value := run.score(site, stage, metric)) is not None:
-                ends = {end.strip("_"): finite_score(run.score(site, stage, f"{metric}{end}")) for end in (LOW, HIGH)}
+        metrics = dict.fromkeys([metric or run.metric, run.metric, *run.scores.leading, *run.scores.beside])
+        for site, stage, name in itertools.product(sorted(run.sites), Stage, metrics):
+            if (value := run.score(site, stage, name)) is not None:
+                ends = {end.strip("_"): finite_score(run.score(site, stage, f"{name}{end}")) for end in (LOW, HIGH)}
                 one: dict[str, Any] = {
                     "group": group.name,
                     "method": method,
@@ -402,7 +406,7 @@ def records(groups: Sequence[Group]) -> list[dict[str, Any]]:
                     "site": site,
                     "model": str(stage),
                     "split": run.split,
-                    "metric": metric,
+                    "metric": name,
                     "value": finite_score(value),
                 }
                 found.append(one | {"n": _int_if_whole(run.score(site, stage, COUNT))} | ends | whole)
@@ -414,16 +418,11 @@ def _int_if_whole(value: float | None) -> float | None:
     return int(value) if value is not None and float(value).is_integer() else value
 
 
-def as_csv(groups: Sequence[Group]) -> str:
-    """Return the records as CSV. A text that a spreadsheet would take for a formula begins with an apostrophe."""
-    return csv_text(records(groups), ROW)
-
-
-def as_json(groups: Sequence[Group], tables: Sequence[Table], notes: Sequence[str]) -> str:
+def as_json(groups: Sequence[Group], tables: Sequence[Table], notes: Sequence[str], metric: str = "") -> str:
     """Return records, tables and notes as JSON."""
     told: list[Mapping[str, Any]] = [
         {"title": one.title, "columns": [c.heading for c in one.columns], "rows": one.rows, "notes": one.notes}
         | {"advice": one.advice, "best": sorted(one.best)}
         for one in tables
     ]
-    return json.dumps({"records": records(groups), "tables": told, "notes": list(notes)}, indent=1)
+    return json.dumps({"records": records(groups, metric), "tables": told, "notes": list(notes)}, indent=1)

@@ -364,12 +364,12 @@ SHOWS = {
 
 
 def study_page(
-    name: str, source: str, groups: Sequence[Group], tables: Sequence[Table], notes: Sequence[str], stage: Stage
+    name: str, source: str, groups: Sequence[Group], tables: Sequence[Table], notes: Sequence[str], stage: Stage, metric: str
 ) -> str:
-    """Return the HTML page of a comparison. `notes`: lines on what is missing and why."""
+    """Return the HTML page of a comparison. `notes`: lines on what is missing and why. `metric`: "" for the leading score."""
     figures, undrawn = [], list(notes)
     for place, group in enumerate(groups):
-        scores = scores_of(group, stage, group.first.metric)
+        scores = scores_of(group, stage, metric or group.first.metric)
         means = {method: mean(scores.means(method)) for method in scores.methods[:8]}
         told = "; ".join(f"{shown(method, 60)} {value:.3f}" for method, value in means.items() if value is not None)
         for plot, make in PLOTS.items():
