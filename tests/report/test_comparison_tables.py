@@ -1,6 +1,5 @@
 """The tables of a comparison: scores, costs, published numbers, diagnostics."""
 
-import csv
 import io
 import json
 import math

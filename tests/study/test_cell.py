@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
-from consilium.config.site import Given
+from consilium.config.site import Given, SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.storage import make_private_folder
 from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.study.definition import load
-from consilium.study.preflight import Planned, Planner
+from consilium.study.preflight import DataDigests, Planned, Planner
 from consilium.study.records import CellRecord, cell_lock, current_record
 from consilium.study.runner import record_failure, run_cell, run_study, running_record
 from tests.conftest import run, small_cells
@@ -235,6 +235,17 @@ def test_a_split_is_a_folder_in_the_data_with_sites_of_its_own(study_file: MakeS
 def test_a_damaged_record_is_none(text: str, tmp_path: Path) -> None:
     (tmp_path / "cell.json").write_text(text)
     assert current_record(tmp_path) == CellRecord()
+
+
+def test_files_that_a_file_browser_writes_are_no_other_data(tmp_path: Path) -> None:
+    """macOS writes .DS_Store into each folder that a person opens, which no reader reads."""
+    config, site = job(save_encoder(tmp_path / "base")), SiteConfig(datalist=reports(tmp_path / "a"))
+    before = DataDigests(tmp_path / "w").digest(config, {"a": site})
+    for folder in (tmp_path / "base", tmp_path / "a"):
+        (folder / ".DS_Store").write_bytes(b"\0")
+    assert DataDigests(tmp_path / "w").digest(config, {"a": site}) == before
+    (tmp_path / "base/more.json").write_text("{}")
+    assert DataDigests(tmp_path / "w").digest(config, {"a": site}) != before
 
 
 @pytest.mark.slow

@@ -40,7 +40,6 @@ from consilium.report.untrusted_files import subfolders
 from consilium.study.definition import Size, Study, load
 from consilium.study.records import current_record
 
-DRAW = "consilium.report.compare.figures:draw"
 YAML = (".yaml", ".yml")
 """Endings of a study's file. Other files among the paths, such as logs, are left out."""
 
@@ -81,8 +80,7 @@ def compare(
     named = [path for path in runs if not path.is_dir() and (path.suffix in YAML or not path.is_file())]
     if len(runs) > 1 and named:
         raise ConfigError(f"{named[0]}: no folder of a run; give folders of runs, or one study and nothing else")
-    of_study = len(runs) == 1 and not runs[0].is_dir()
-    study = load(runs[0], study_size(smoke, small), workspace) if of_study else None
+    study = load(runs[0], study_size(smoke, small), workspace) if len(runs) == 1 and not runs[0].is_dir() else None
     groups, notes, published = _study_groups(study, runs[0], workspace) if study else (*comparable_groups(runs), [])
     notes += [one for group in groups for one in mixed_code_notes(group)]
     stage = Stage(model)
@@ -94,7 +92,9 @@ def compare(
     if pictures is not None:
         with name_path_in_errors(pictures):
             width = COLUMN if columns == 1 else PAGE
-            files, undrawn = call(DRAW, make_private_folder(pictures), groups, stage, metric or None, width)
+            files, undrawn = call(
+                "consilium.report.compare.figures:draw", make_private_folder(pictures), groups, stage, metric or None, width
+            )
         if kind == "html":  # the page names the pictures that it lacks itself
             show((f"note: {shown(note, 2000)}" for note in undrawn), errors=True)
         else:

@@ -20,7 +20,7 @@ from consilium.cli.options import (
     site_yaml_lines,
 )
 from consilium.config.data import DatasetConfig
-from consilium.config.site import SiteConfig, is_site_folder, load_site, read_site_folder
+from consilium.config.site import SiteConfig, has_site_files, is_site_folder, load_site, read_site_folder
 from consilium.core.errors import ConfigError, DataError
 from consilium.core.lazy import call
 from consilium.core.sanitize import LONGEST_LINE, rich_line, shown
@@ -111,8 +111,8 @@ def find_data_sets(path: Path, wanted: str | None = None, for_job: bool = False)
     if not path.is_dir():
         return _site_data_sets(path.parent.name, path, wanted, for_job)
     below = list[Path]()
-    if not (path / "site.yaml").is_file() and has_classes(path) and not _has_site_files(path):
-        below = [one for one in subfolders(path) if _has_site_files(one)]
+    if not (path / "site.yaml").is_file() and has_classes(path) and not has_site_files(path):
+        below = [one for one in subfolders(path) if has_site_files(one)]
     elif not is_site_folder(path):
         inside = subfolders(path)
         below = [one for one in inside if is_site_folder(one)]
@@ -120,18 +120,13 @@ def find_data_sets(path: Path, wanted: str | None = None, for_job: bool = False)
             if one not in below and (what := importable_content(one)):
                 raise DataError(f"{path}: {one.name} holds {what}, and no data list; {import_command(path)} makes the lists")
         # some imports make the sites' folders one level below
-        below = below or [site for one in inside for site in subfolders(one) if _has_site_files(site)]
+        below = below or [site for one in inside for site in subfolders(one) if has_site_files(site)]
     if below:
         names = {one: one.name for one in below}
         if len(set(names.values())) < len(below):  # two imports may have a site of one name
             names = {one: str(one.relative_to(path)) for one in below}
         return {name: found for one in below for name, found in _site_data_sets(names[one], one, wanted, for_job).items()}
     return _site_data_sets(path.resolve().name, path, wanted, for_job)
-
-
-def _has_site_files(folder: Path) -> bool:
-    """Tell whether a folder has a site.yaml, a datalist.json or text files."""
-    return any((folder / name).is_file() for name in ("site.yaml", "datalist.json")) or has_texts(folder)
 
 
 def _site_data_sets(name: str, path: Path, wanted: str | None, choose: bool) -> dict[str, SiteList]:
@@ -152,8 +147,8 @@ def _check_data_set(one: SiteList, config: Any, checkpoints: Path | None) -> Fin
     own, site = one
     path = own.datalist
     texts = has_texts(path) or path.suffix == ".jsonl"
-    if path.is_dir() and not importable_content(path):  # such as training.parquet, whose remedy is that of texts
-        texts = texts or bool(other_formats(path))
+    if path.is_dir() and not has_classes(path) and not importable_content(path):
+        texts = texts or bool(other_formats(path))  # such as training.parquet, whose remedy is that of texts
     kind = TASKS[config.task.name if config else "language" if texts else "segmentation"]
     if kind.check is None:
         found = Findings.of(path, kind.read(path))

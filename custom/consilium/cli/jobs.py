@@ -78,10 +78,8 @@ def abort(
         found = admin.find_present_job(job)
         had_ended = found["status"].startswith("FINISHED")
         ended = had_ended or admin.abort_and_await_end(found["job_id"])
-    if had_ended:
-        text = f"had ended before: {found['status']}"
-    else:
-        text = "aborted" if ended else "told to stop, but has not ended yet; `consilium status` shows when it has"
+    waits = "told to stop, but has not ended yet; `consilium status` shows when it has"
+    text = f"had ended before: {found['status']}" if had_ended else "aborted" if ended else waits
     said = rich_line(f"{experiment_of(found)}: {text} (job {found['job_id']})")
     emit({"aborted": None if had_ended else found["job_id"], "ended": ended}, [said], format)
 
@@ -173,10 +171,8 @@ FLARE's server logs three lines per request.
 
 def exit_code(status: str) -> ExitCode:
     """Return the exit code of a job's status."""
-    if status == LOST:
-        return ExitCode.LOST
     if not status.startswith("FINISHED"):
-        return ExitCode.RUNNING
+        return ExitCode.LOST if status == LOST else ExitCode.RUNNING
     return ExitCode.DONE if status == "FINISHED:COMPLETED" else ExitCode.FAILED
 
 
@@ -220,8 +216,7 @@ def progress_line(progress: dict[str, Any], has_ended: bool = False) -> str:
     if has_ended:
         return told
     if waiting := progress.get("waiting"):
-        silent = waiting.get("silent_seconds", {})
-        ages = {name: f" (no heartbeat for {seconds} s)" for name, seconds in silent.items()}
+        ages = {name: f" (no heartbeat for {seconds} s)" for name, seconds in waiting.get("silent_seconds", {}).items()}
         names = [shown(name, 60) + ages.get(name, "") for name in waiting["sites"]]
         # the server waits for the next message of sites whose results it has
         what = "a further answer of " if {*progress["answered"]} & {*waiting["sites"]} else ""

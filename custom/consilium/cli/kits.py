@@ -117,8 +117,7 @@ def renew(
     text = f"{kits}: renewed kits; each goes to its participant, who runs `consilium update-kit KIT --from NEW_KIT`"
     whose = "root certificate" if root == "keep" else "new root"
     text += f". The {whose}'s fingerprint, to tell by telephone: {fingerprint}"
-    renewed = sorted(only or [p.name for p in kits.iterdir()])
-    emit({"kits": str(kits), "renewed": renewed, "root": fingerprint}, text, format)
+    emit({"kits": str(kits), "renewed": sorted(only or [p.name for p in kits.iterdir()]), "root": fingerprint}, text, format)
 
 
 def update_kit(

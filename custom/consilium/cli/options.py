@@ -135,8 +135,7 @@ def load(job: Path, overrides: list[str], plugins: Plugins = None, author: bool 
 
     `plugins`: packages whose kinds the job may use; None for all installed ones. `author`: see load_job.
     """
-    chosen = dict(parse_override(one) for one in overrides)
-    return load_job(job, chosen, plugins=plugins, author=author), job_file(job)
+    return load_job(job, dict(parse_override(one) for one in overrides), plugins=plugins, author=author), job_file(job)
 
 
 def load_for_data(job: Path | None, overrides: list[str], kit: Path | None) -> JobConfig | None:

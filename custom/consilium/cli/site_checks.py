@@ -47,9 +47,6 @@ def doctor(
     raise typer.Exit(0 if all(f.ok for f in findings) else 1)
 
 
-REVIEW = "consilium.flare.kit.job_review:review"
-
-
 def approve(
     job: Annotated[
         Path | None, typer.Argument(help="the job from the researcher, or the path that a refusal in the log names")
@@ -83,7 +80,7 @@ def approve(
         emit(found, lines or "nothing is approved", format)
         return
     with app_folder(job, plugins := plugins_allowed_by_kit(local)) as app:
-        review = call(REVIEW, app, kit)
+        review = call("consilium.flare.kit.job_review:review", app, kit)
         if format == "txt":
             emit(None, review.lines(table_console().width), "txt")
         is_at_terminal = sys.stdin.isatty()

@@ -192,8 +192,7 @@ def forget(
     found, lines = [], []
     for name in names:
         if kit_role(kit) == "server":
-            folder = _find_run_folder(name, kit / STATE)
-            one = delete_run.delete_at_server(folder, stored_jobs(kit, name), kit / STATE, reason)
+            one = delete_run.delete_at_server(_find_run_folder(name, kit / STATE), stored_jobs(kit, name), kit / STATE, reason)
         else:
             received = _jobs_by_run(kit).get(name, [])
             state = find_site_records(kit).root if received else find_run_paths(name, kit)[1]

@@ -167,9 +167,8 @@ def _lines(found: list[dict[str, Any]], rows: list[dict[str, Any]]) -> Iterator[
         count = f"{count_with_noun(one['releases'], 'release')}{steps}"
         yield rich_line(f"{one['dataset']}: {count}, of {', '.join(one['jobs'])}; {one['ledger']}", limit=1000)
         for unit, by_delta in one["epsilon"].items():
-            if None in by_delta.values():
-                spent = "no bound: a job of a finer unit, or without noise, ran on these data"
-            else:
+            spent = "no bound: a job of a finer unit, or without noise, ran on these data"
+            if None not in by_delta.values():
                 spent = ", ".join(f"epsilon {value:.4g} at delta {d}" for d, value in by_delta.items())
             if limit := one["budgets"].get(unit):
                 spent += f"; budget {limit['epsilon']:g} at delta {limit['delta']:g}, {limit['left']:.4g} left"

@@ -30,7 +30,7 @@ from consilium.report.tables import Table, duration_text
 from consilium.study.definition import Study, labels_text, load, pick
 from consilium.study.preflight import Planner
 from consilium.study.records import CellRecord, current_record, log_of, stored_record
-from consilium.study.runner import StudyView, cells_table, has_other_data, is_restorable, run_study
+from consilium.study.runner import StudyView, cells_table, has_other_data, run_study, set_aside_folder
 
 StudyArgument = Annotated[Path, typer.Argument(help="a study's file, or its name in jobs/studies")]
 SmokeOption = Annotated[bool, typer.Option("--smoke", help="take seconds: a tiny model and generated data")]
@@ -56,8 +56,7 @@ def study_show(
         | {"labels": cell.labels, "folder": str(cell.folder)}
         for cell in cells
     ]
-    told = {"study": chosen.name, "cells": rows, "excluded": chosen.excluded()}
-    emit(told, _lines(chosen, records), format)
+    emit({"study": chosen.name, "cells": rows, "excluded": chosen.excluded()}, _lines(chosen, records), format)
 
 
 def _lines(study: Study, records: dict[str, CellRecord]) -> Iterator[Table | Text]:
@@ -119,7 +118,9 @@ def _run(study: Study, only: list[str], given: Given, workers: int, again: bool)
         )
     if moved:
         show([_line(f"{count_with_noun(len(moved), 'run')} on other data: moved to set-aside", "yellow")])
-    if back := sum(is_restorable(one) for one, record in stored if record.state != "done" or has_other_data(record, one)):
+    if back := sum(
+        set_aside_folder(one).is_dir() for one, record in stored if record.state != "done" or has_other_data(record, one)
+    ):
         show([_line(f"{count_with_noun(back, 'run')} on these data: restored from set-aside")])
     save_cells(study.workspace, {cell.id: cell.labels for cell in study.cells()})
     there = {
@@ -135,8 +136,7 @@ def _run(study: Study, only: list[str], given: Given, workers: int, again: bool)
     show([_line(f"{done} of {len(cells)} cells done; the runs are in {study.workspace / 'cells'}")])
     show(_outdated_lines({one.cell.display_name: (ended[one.cell.id], one.code) for one in cells}))
     for cell in failed:
-        text = f"{cell.display_name}: failed: {ended[cell.id].reason}; its text is in {log_of(cell.folder)}"
-        show([_line(text, "red")])
+        show([_line(f"{cell.display_name}: failed: {ended[cell.id].reason}; its text is in {log_of(cell.folder)}", "red")])
     return done, len(failed)
 
 

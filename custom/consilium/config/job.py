@@ -120,8 +120,7 @@ class JobConfig(Section):
             (TASKS, self.task.name),
             (ADAPTERS, self.adapter.kind),
         )
-        found = [registry.packages[name] for registry, name in named if name in registry.packages]
-        return dict(sorted(found))
+        return dict(sorted(registry.packages[name] for registry, name in named if name in registry.packages))
 
     @property
     def adapter_kind(self) -> AdapterKind:
@@ -307,8 +306,7 @@ def make_job(raw: Any, path: Path, overrides: Mapping[str, Any] | None, plugins:
         raise ConfigError(f"{path}: is a study's file, not a job; give its base job instead, {base}{values}")
     raw = deepcopy(raw)
     kinds = {name: mark for name, field in JobConfig.model_fields.items() for mark in field.metadata}
-    keys = {name: mark.key for name, mark in kinds.items() if isinstance(mark, KindField)}
-    apply_overrides(raw, overrides or {}, path, keys)
+    apply_overrides(raw, overrides or {}, path, {name: mark.key for name, mark in kinds.items() if isinstance(mark, KindField)})
     if author:
         embed_architecture(raw, path)
     config = validate(JobConfig, raw, path, plugins)

@@ -225,7 +225,6 @@ class HospitalPrivacyPolicy(Section):
 
 MOST_WEIGHT = 65_536
 """The largest weight of a site's update if federation.max_weight is not set."""
-PartnerName = Annotated[str, Field(min_length=1, max_length=128)]
 Fingerprint = Annotated[str, Field(max_length=256), AfterValidator(fingerprint_digits)]
 FEWEST = 3
 """The fewest sites. With two, each site could compute the other's update from the sum."""
@@ -255,7 +254,7 @@ class SitePartnersConfig(Section):
     """A site's conditions for taking part in secure aggregation."""
 
     partners: Annotated[
-        dict[PartnerName, Fingerprint],
+        dict[Annotated[str, Field(min_length=1, max_length=128)], Fingerprint],
         Field(
             max_length=10_000,
             description="the other sites by name, with the SHA-256 fingerprints of their public keys (64 hex digits, with or "

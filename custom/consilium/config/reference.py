@@ -32,6 +32,7 @@ from consilium.config.run_sections import (
     TrainingConfig,
 )
 from consilium.config.site import SiteConfig
+from consilium.core.grouping import group_by_key
 from consilium.models.registry import MODELS
 from consilium.strategies.registry import STRATEGIES
 from consilium.strategies.unequal_ranks import UnequalRanks
@@ -43,8 +44,6 @@ BEGIN, END = "<!-- begin: written by python -m consilium.config.reference -->", 
 WORDS = {"integer": "whole number", "number": "number", "string": "text", "boolean": "`true` or `false`"}
 BOUNDS = {"minimum": "from", "exclusiveMinimum": "over", "maximum": "to", "exclusiveMaximum": "under"}
 ROUNDS = "Validation takes place in rounds `every`, 2 `every` and so on, counted from 1; the final evaluation in any case."
-ALGORITHMS = "[Algorithms](algorithms.md) describes each algorithm. One without a row here has no fields."
-UNEQUAL = "all for unequal ranks"
 POWERS = {2**exponent: f"2^{exponent}" for exponent in (16, 60, 63)}
 
 
@@ -131,14 +130,18 @@ def markdown_table(kinds: Mapping[str, type], nested: bool = True, by_field: boo
 
     Rows of one field stand together if `by_field`, else those of one kind.
     """
-    of = dict[tuple[str, ...], list[str]]()
-    for kind, section in kinds.items():
-        for name, cells in rows_of(section, nested).items():
-            of.setdefault((name, *cells), []).append(kind)
+    of = group_by_key(
+        ((name, *cells), kind) for kind, section in kinds.items() for name, cells in rows_of(section, nested).items()
+    )
     order = list(dict.fromkeys(name for name, *_ in of))
-    rows = [["field", "of", "value", "default", "meaning"], ["---"] * 5]
-    for (field, *rest), names in sorted(of.items(), key=lambda one: order.index(one[0][0]) if by_field else 0):
-        rows.append([f"`{field}`", "all" if len(names) == len(kinds) else ", ".join(names), *rest])
+    rows = [
+        ["field", "of", "value", "default", "meaning"],
+        ["---"] * 5,
+        *(
+            [f"`{field}`", "all" if len(names) == len(kinds) else ", ".join(names), *rest]
+            for (field, *rest), names in sorted(of.items(), key=lambda one: order.index(one[0][0]) if by_field else 0)
+        ),
+    ]
     shown = rows if len(kinds) > 1 else [[row[0], *row[2:]] for row in rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in shown)
 
@@ -174,8 +177,8 @@ def job_reference() -> str:
         chapter("training", TrainingConfig, ROUNDS),
         *(chapter(key, kinds) for key, kinds in sections.items()),
         "## `strategy:`",
-        ALGORITHMS,
-        markdown_table({**STRATEGIES, UNEQUAL: UnequalRanks}, by_field=False),
+        "[Algorithms](algorithms.md) describes each algorithm. One without a row here has no fields.",
+        markdown_table({**STRATEGIES, "all for unequal ranks": UnequalRanks}, by_field=False),
     ]
     return "\n\n".join(parts)
 

@@ -50,16 +50,13 @@ class CapacityConfig(Section):
     def _check_one_of(self) -> Self:
         pairs = (("train", "step_seconds"), ("train", "memory_bytes"), ("download", "download_bytes"))
         given = {f"{ranks} and {limit} both say how much; give one of them": (ranks, limit) for ranks, limit in pairs}
-        problems = {text: all(getattr(self, one) is not None for one in pair) for text, pair in given.items()}
-        raise_first(problems, ValueError)
+        raise_first({text: all(getattr(self, one) is not None for one in pair) for text, pair in given.items()}, ValueError)
         return self
 
 
 # site ------------------------------------------------------------------------------------------------------------------
 
 PATHS = ("datalist", "checkpoints", "state")
-DeviceName = Annotated[str, Field(pattern=r"^(cpu|cuda:\d+)$")]
-PackageName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$", max_length=100)]
 
 
 class CacheConfig(Section):
@@ -143,7 +140,7 @@ class SiteConfig(Section):
         "auto"
     )
     devices: Annotated[
-        tuple[DeviceName, ...],
+        tuple[Annotated[str, Field(pattern=r"^(cpu|cuda:\d+)$")], ...],
         Field(
             max_length=64,
             description="GPUs by number, such as [0, 1], that split every training batch, instead of `device`; all other work "
@@ -217,7 +214,11 @@ class SiteConfig(Section):
         Field(description="`digest`: only jobs that the site's administrator has approved run here, see `consilium approve`"),
     ] = None
     plugins: Annotated[
-        Annotated[tuple[PackageName, ...], Field(max_length=64)] | None,
+        Annotated[
+            tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$", max_length=100)], ...],
+            Field(max_length=64),
+        ]
+        | None,
         Field(
             description="installed packages whose strategies, models, tasks and adapters jobs may name here; entry points of "
             "other packages are not read. By default none, in a simulation all"
@@ -403,8 +404,12 @@ def find_site(name: str, given: Given = Given(), kit_local: Path | None = None, 
 
 def is_site_folder(folder: Path) -> bool:
     """Return whether a folder holds one site's data, see read_site_folder. A split of a picture set (train/CLASS) does not."""
-    own = any((folder / name).is_file() for name in ("site.yaml", "datalist.json"))
-    return own or has_texts(folder) or (split_of(folder.name) is None and has_classes(folder))
+    return has_site_files(folder) or (split_of(folder.name) is None and has_classes(folder))
+
+
+def has_site_files(folder: Path) -> bool:
+    """Tell whether a folder has a site.yaml, a datalist.json or text files."""
+    return any((folder / name).is_file() for name in ("site.yaml", "datalist.json")) or has_texts(folder)
 
 
 def read_site_folder(folder: Path) -> SiteConfig | None:

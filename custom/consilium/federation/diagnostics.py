@@ -85,7 +85,7 @@ def draw(run: Path, folder: Path) -> None:
         rounds: dict[int, dict[str, float]] = {}
         for place, values in _read_measurements(run / mechanism.FILE).items():
             rounds.setdefault(place[0], {}).update({n.replace("noise/", NOISE_TITLE): value for n, value in values.items()})
-        named = {one + 1: {f"{NOISE_TITLE}xi_B A": float("nan"), **rounds[one]} for one in sorted(rounds)}
+        named = {one + 1.0: {f"{NOISE_TITLE}xi_B A": float("nan"), **rounds[one]} for one in sorted(rounds)}
         figures.plot_curves(folder / "noise.png", named, from_zero=True)
     if (run / DRIFT).is_file():
         figures.plot_drift(folder / "drift.png", sorted(_read_measurements(run / DRIFT).items()))

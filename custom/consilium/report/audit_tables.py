@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from consilium.core.grouping import group_by_key
 from consilium.core.sanitize import first_names_text, shown
 from consilium.privacy.accounting import VOID
 from consilium.privacy.audit_log import FILE, is_void
@@ -67,14 +68,12 @@ def record_tables(record: Mapping[str, Any], run: str, strict: bool = False) -> 
     wrong = {f"{unread} messages are not as we write them; see consilium audit.": unread}
     heads = columns("time", "message", "round", "tensors", "bytes", "norm", "epsilon so far", "beside them")
     overview = _first_rows(f"Messages that left this site{run}", heads, map(_message_row, messages), len(messages), wrong)
-    norms: dict[tuple[str, str, str], list[float]] = {}
-    values: dict[str, list[Any]] = {}
-    for message in messages:
-        for name, tensor in message.tensors.items():
-            key = (shown(name, 160), "x".join(map(str, tensor.shape)), shown(tensor.dtype, 20))
-            norms.setdefault(key, []).append(tensor.norm)
-        for name, value in message.beside.items():
-            values.setdefault(shown(name, 160), []).append(value)
+    norms = group_by_key(
+        ((shown(name, 160), "x".join(map(str, tensor.shape)), shown(tensor.dtype, 20)), tensor.norm)
+        for message in messages
+        for name, tensor in message.tensors.items()
+    )
+    values = group_by_key((shown(name, 160), value) for message in messages for name, value in message.beside.items())
     rows = ([*key, str(len(v)), f"{min(v):.4g} to {max(v):.4g}"] for key, v in sorted(norms.items()))
     heads = columns("tensor", "shape", "type", "times", "norm")
     tensors = _first_rows(f"Tensors that left, as sent{run}", heads, rows, len(norms))

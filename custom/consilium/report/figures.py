@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from consilium.core.grouping import group_by_key
 from consilium.core.lazy import figure, matplotlib, ticker
 from consilium.core.storage import write_figure
 
@@ -102,9 +103,8 @@ def plot_curves(path: Path, rounds: Mapping[float, Mapping[str, float]], from_ze
 
     A group of more than four names, such as layers, is drawn as its mean and range. `from_zero`: let the y axis begin at 0.
     """
-    groups: dict[str, list[str]] = {}
-    for name in dict.fromkeys(name for one in rounds.values() for name in one):
-        groups.setdefault(name.rpartition("/")[0], []).append(name)
+    names_of_all = dict.fromkeys(name for one in rounds.values() for name in one)
+    groups = group_by_key((name.rpartition("/")[0], name) for name in names_of_all)
     picture = figure.Figure(figsize=(4.2 * len(groups), 3.2), layout="constrained")
     for axis, (group, names) in zip(np.ravel(picture.subplots(1, len(groups), squeeze=False)), groups.items(), strict=True):
         values = np.array([[one.get(name, np.nan) for name in names] for one in rounds.values()])

@@ -87,9 +87,8 @@ def rounds_before_final_evaluation(progress: Mapping[str, Any]) -> int:
 def refusal_time_text(refusal: Mapping[str, Any], rounds: int) -> str:
     """Return in words when a site was refused, in a run of `rounds` rounds."""
     place = "the final evaluation" if refusal["round"] >= rounds else f"round {refusal['round'] + 1}"
-    if not refusal.get("joining"):
-        return f"in {place}"
-    return f"before {place}" if refusal["round"] else "before the first round"
+    before = f"before {place}" if refusal["round"] else "before the first round"
+    return before if refusal.get("joining") else f"in {place}"
 
 
 def _eta(lines: list[Line], current: tuple[int, int], rounds: int) -> tuple[float | None, bool]:
@@ -100,13 +99,10 @@ def _eta(lines: list[Line], current: tuple[int, int], rounds: int) -> tuple[floa
     in the estimate: it is at most that long, and `progress` has it apart. The estimate is None until the first round has
     ended, and when it would be 0. A pause before a run was resumed is in no round's time.
     """
-    began: dict[tuple[int, int], float] = {}
-    took: dict[tuple[int, int], float] = {}
-    for one in lines:
-        if one["time"] is not None and one["event"] == "started":
-            began[place_of(one)] = one["time"]
-        elif one["time"] is not None and one["event"] == "concluded" and place_of(one) in began:
-            took[place_of(one)] = max(one["time"] - began[place_of(one)], 0.0)  # a clock may be set back
+    timed = [one for one in lines if one["time"] is not None]
+    began = {place_of(one): one["time"] for one in timed if one["event"] == "started"}
+    ends = {place_of(one): one["time"] for one in timed if one["event"] == "concluded"}
+    took = {place: max(time - began[place], 0.0) for place, time in ends.items() if place in began}  # a clock may be set back
     by_round: dict[int, float] = defaultdict(float)
     for (number, _), seconds in took.items():
         by_round[number] += seconds

@@ -24,8 +24,7 @@ from typing import Annotated, Any
 import numpy as np
 from PIL import Image, ImageChops, ImageDraw, ImageFilter, ImageFont
 from PIL.PngImagePlugin import PngInfo
-from pydantic import Field, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass
+from pydantic import BaseModel, Field, ValidationError
 
 from consilium.core.lazy import Tensor
 from consilium.core.messages import Stage
@@ -116,8 +115,7 @@ def draw_outlines(canvas: Image.Image, masks: Tensor) -> Image.Image:
     for colour, width in ((BLACK, 2), (WHITE, 1)):
         for shape, corner in shapes:
             # after the blur only pixels near a border are between 0 and 255; a rank filter would take longer
-            near = shape.filter(ImageFilter.BoxBlur(width))
-            fine.paste(colour, corner, near.point(lambda v: 255 * (0 < v < 255)))
+            fine.paste(colour, corner, shape.filter(ImageFilter.BoxBlur(width)).point(lambda v: 255 * (0 < v < 255)))
     return fine.reduce(FINE)
 
 
@@ -168,16 +166,12 @@ Page = tuple[Tiles, Image.Image]
 """The tiles of a page, and the key below them."""
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(BaseModel):
     """Layout of a page: `titles` of its columns, number of `rows`, and the height of the headings, `top`, in pixels."""
 
     titles: Annotated[list[str], Field(min_length=2, max_length=12)]
     rows: Annotated[int, Field(ge=1, le=100)]
     top: Annotated[int, Field(ge=0, le=10 * LINE)]
-
-
-_LAYOUT = TypeAdapter(Layout)
 
 
 def write_predictions(path: Path, found: Mapping[Stage, Examples]) -> None:
@@ -220,8 +214,7 @@ def _page(stages: Mapping[Stage, Examples]) -> Page:
     first = next(iter(stages.values()))
     columns: dict[str, list[Image.Image]] = {PICTURE: [panel(image, PANEL) for image in first.images]}
     if isinstance(first, Segmented):
-        pairs = zip(first.images, first.references, strict=True)
-        columns[REFERENCE] = [overlay(image, masks, PANEL) for image, masks in pairs]
+        columns[REFERENCE] = [overlay(image, masks, PANEL) for image, masks in zip(first.images, first.references, strict=True)]
         for stage, said in stages.items():
             assert isinstance(said, Segmented)
             columns[str(stage)] = []
@@ -278,13 +271,13 @@ def _sheet(page: Page, names: Sequence[str] = ()) -> tuple[Image.Image, Layout]:
     for row, name in enumerate(names):
         upright = draw_text(name, (PANEL, EDGE), POINTS, bold=True).transpose(Image.Transpose.ROTATE_90)
         parts.append((0, top + row * high, upright))
-    return arrange([*parts, (left, top + rows * high, key)]), Layout(list(columns), rows, top)
+    return arrange([*parts, (left, top + rows * high, key)]), Layout(titles=list(columns), rows=rows, top=top)
 
 
 def write_page(path: Path, page: Page, names: Sequence[str] = ()) -> None:
     """Write a page as a PNG of 300 dots per inch whose metadata has the layout."""
     (body, layout), notes, file = _sheet(page, names), PngInfo(), io.BytesIO()
-    notes.add_text(LAYOUT, _LAYOUT.dump_json(layout).decode())
+    notes.add_text(LAYOUT, layout.model_dump_json())
     sheet = arrange([(MARGIN, MARGIN, body)], (body.width + 2 * MARGIN, body.height + 2 * MARGIN))
     sheet.save(file, "PNG", pnginfo=notes, dpi=(300, 300), compress_level=3)
     write_atomic(path, file.getvalue())
@@ -303,7 +296,7 @@ def read_page(path: Path) -> Page | None:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             sheet = Image.open(io.BytesIO(data), formats=("PNG",))
         with sheet:
-            layout = _LAYOUT.validate_json(str(sheet.info[LAYOUT]))
+            layout = Layout.model_validate_json(str(sheet.info[LAYOUT]))
             step, high, top = PANEL + GAP, PANEL + LINE + GAP, MARGIN + layout.top
             right, bottom = MARGIN + len(layout.titles) * step - GAP, top + layout.rows * high
             if sheet.width * sheet.height > MOST_PIXELS or right > sheet.width or bottom + MARGIN >= sheet.height:
@@ -405,8 +398,7 @@ class Closing:
                 found |= {"prompt": one.prompts[place][:LONGEST], REFERENCE: one.references[place][:LONGEST]}
             elif isinstance(one, Classified):
                 probabilities, true = one.predictions[place], int(one.references[place])
-                likeliest = probabilities.argsort(descending=True)[:LIKELIEST].tolist()
-                named = dict.fromkeys([*likeliest, true])
+                named = dict.fromkeys([*probabilities.argsort(descending=True)[:LIKELIEST].tolist(), true])
                 found["said"][str(stage)] = [[one.classes[i], _number(float(probabilities[i]))] for i in named]
                 found[REFERENCE] = one.classes[true]
         return found

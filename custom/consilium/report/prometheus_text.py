@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from consilium.core.grouping import group_by_key
+
 PREFIX = "consilium_"
 _ESCAPED = str.maketrans({"\\": "\\\\", "\n": "\\n", '"': '\\"'})
 
@@ -22,11 +24,8 @@ class Sample:
 
 def exposition_text(samples: Iterable[Sample], help: Mapping[str, str]) -> str:
     """Return samples as text, grouped by name. `help`: a line per name; a name without one raises KeyError."""
-    families: dict[str, list[Sample]] = {}
-    for one in samples:
-        families.setdefault(one.name, []).append(one)
     lines = []
-    for name, members in families.items():
+    for name, members in group_by_key((one.name, one) for one in samples).items():
         kind = "counter" if name.endswith("_total") else "gauge"
         lines += [f"# HELP {PREFIX}{name} {help[name]}", f"# TYPE {PREFIX}{name} {kind}"]
         for one in members:

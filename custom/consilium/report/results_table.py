@@ -205,13 +205,10 @@ def cross_site_matrix(metric: str, split: str, rows: Sequence[tuple[str, Stage, 
     return CrossSiteMatrix(metric, split, models, stages, tuple(sites), values, grid)
 
 
-_MATRIX = TypeAdapter(CrossSiteMatrix)
-
-
 def read_cross_site_matrix(raw: Any) -> CrossSiteMatrix | None:
     """Return the cross-site matrix in the contents of a cross_sites.json, which anybody may have written; None if invalid."""
     try:
-        found = _MATRIX.validate_python(raw)
+        found = TypeAdapter(CrossSiteMatrix).validate_python(raw)
     except ValidationError:
         return None
     shape = (len(found.models), len(found.sites))
@@ -256,9 +253,7 @@ def confusion_tables(results: Results, classes: Sequence[str]) -> dict[str, list
     made: dict[str, list[Table]] = {}
     for name, part in [*parts.items(), *list(there.items())[:MOST_CLASSES]]:
         for stage, counts in confusions(part, classes).items():
-            wholes = counts.sum(1).tolist()
-            recalls = [number_text(counts[i, i] / whole if whole else None) for i, whole in enumerate(wholes)]
+            recalls = [number_text(counts[i, i] / whole if whole else None) for i, whole in enumerate(counts.sum(1).tolist())]
             rows = [[one, *(f"{n:.0f}" for n in counts[i]), recalls[i]] for i, one in enumerate(classes)]
-            table = Table(f"{name}, {stage} model", columns("true class", *classes, "recall"), rows)
-            made.setdefault(name, []).append(table)
+            made.setdefault(name, []).append(Table(f"{name}, {stage} model", columns("true class", *classes, "recall"), rows))
     return made

@@ -81,8 +81,7 @@ class RunLog:
         """The diagnostics, by the number of rounds done. Of two phases, the first ends half a round."""
         self._phase: list[dict[str, float]] = []
         # central trust hides each site's update from the readers of these files, not from this server
-        seen = config.privacy is None or config.privacy.trust != "central"
-        self._sizes = seen and config.secure_aggregation is None
+        self._sizes = (config.privacy is None or config.privacy.trust != "central") and config.secure_aggregation is None
         self._rounds = config.training.rounds
         self._classes = list(getattr(config.task, "classes", ()))
         self._config = config
@@ -154,8 +153,7 @@ class RunLog:
         if line["event"] == "figure":
             self._figures.setdefault(line["title"], {})[round] = line
         else:
-            phases = self._config.strategy.traits.phases_of(round)
-            self._curves[round + (line["phase"] + 1) / phases] = line["values"]
+            self._curves[round + (line["phase"] + 1) / self._config.strategy.traits.phases_of(round)] = line["values"]
 
     def note_sent_bytes(self, site: str, payload: Payload) -> None:
         """Note the bytes of the payload that a site receives."""
@@ -189,7 +187,7 @@ class RunLog:
     def record_diagnostics(self, state: ServerState, values: dict[str, float]) -> None:
         """Record the numbers that a strategy measured in a phase. `finish` draws them as curves."""
         if values:
-            line = {"event": "diagnostics", "round": state.round, "phase": state.phase, "values": values}
+            line: dict[str, Any] = {"event": "diagnostics", "round": state.round, "phase": state.phase, "values": values}
             self.record(**line)
             self._write_scalars("server", values, state.round)
             self._note_drawn(line)

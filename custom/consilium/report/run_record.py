@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from consilium.config.job import JobConfig, load_run_job
 from consilium.config.site import SIMULATION
 from consilium.core.errors import ConfigError
+from consilium.core.grouping import group_by_key
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, HELD_OUT, SPLITS, TRAIN_SECONDS, TRAIN_STEPS, MetricKey, Stage
 from consilium.core.registry import Plugins, installed_version
 from consilium.core.sanitize import first_names_text, shown
@@ -44,10 +45,10 @@ POOLED = "centralized"
 """The name of the one participant in a run on pooled data."""
 
 
-_EPSILON = dict[str, Annotated[float, Field(ge=0)]]  # inf if the noise multiplier is 0
 _FILES: dict[str, TypeAdapter[Any]] = {
     "results.json": TypeAdapter(dict[str, dict[str, Number]]),
-    "privacy.json": TypeAdapter(strict_model("privacy", {"epsilon": (_EPSILON, {})})),
+    # epsilon is inf if the noise multiplier is 0
+    "privacy.json": TypeAdapter(strict_model("privacy", {"epsilon": (dict[str, Annotated[float, Field(ge=0)]], {})})),
     SIMULATION: TypeAdapter(strict_model("simulation", {"content": (dict[str, str], {})})),
 }
 
@@ -185,10 +186,8 @@ class RunRecord:
 
         None if there is no such score.
         """
-        key, found = str(MetricKey("validation", Stage.GLOBAL, metric)), dict[int, list[float]]()
-        for (round, phase, _), metrics in self.round_metrics.items():
-            if phase == HELD_OUT and key in metrics:
-                found.setdefault(round, []).append(metrics[key])
+        key, items = str(MetricKey("validation", Stage.GLOBAL, metric)), self.round_metrics.items()
+        found = group_by_key((round, one[key]) for (round, phase, _), one in items if phase == HELD_OUT and key in one)
         return math.fsum(found[max(found)]) / len(found[max(found)]) if found else None
 
     @cached_property
@@ -208,8 +207,7 @@ class RunRecord:
         trained = {place: one for place, one in self.round_metrics.items() if place[1] != HELD_OUT}
         if not {round for round, *_ in trained} >= {*range(self.rounds_before_final_evaluation)}:
             return None
-        values = [one.get(name, math.nan) for one in trained.values() for name in names]
-        return finite_score(sum(values))
+        return finite_score(sum(one.get(name, math.nan) for one in trained.values() for name in names))
 
     @property
     def bytes(self) -> float | None:
@@ -359,7 +357,6 @@ def roles_of(strategy: Strategy, names: Iterable[str]) -> dict[str, Role]:
 CELLS, LIST = "cells", "study.json"
 RUNS = Path("runs/studies")
 """The folder of the studies' workspaces, unless --workspace gives another."""
-_LABELS = TypeAdapter(dict[str, dict[str, str]])
 
 
 @dataclass(frozen=True)
@@ -384,10 +381,10 @@ def study_cells(workspace: Path) -> list[StudyCell]:
     """Return the cells of the study in a workspace that have begun. Without a valid list, return all cells."""
     there = {one.name: one for one in subfolders(workspace / CELLS)}
     try:
-        labels = _LABELS.validate_python(read_json(workspace / LIST), strict=True)
+        labels = TypeAdapter(dict[str, dict[str, str]]).validate_python(read_json(workspace / LIST), strict=True)
     except ValidationError:
         labels = {}
-    return [StudyCell(there[name], labels[name]) for name in labels if name in there] or list(map(_stored_cell, there.values()))
+    return [StudyCell(there[name], labels[name]) for name in labels if name in there] or list(map(stored_cell, there.values()))
 
 
 def cell_folder(path: Path) -> Path:
@@ -428,11 +425,7 @@ def orphaned_cells(workspace: Path, present: Iterable[str]) -> list[Path]:
     return [one for one in subfolders(workspace / CELLS) if one.name not in known and (one / "cell.json").is_file()]
 
 
-def cell_name_of(folder: Path) -> str:
-    """Return the value on each axis of the cell in a folder, as in `method=IAT,seed=0`; "" for a run of no study."""
-    return _stored_cell(folder).name
-
-
-def _stored_cell(folder: Path) -> StudyCell:
+def stored_cell(folder: Path) -> StudyCell:
+    """Return the cell in a folder by its own record; without labels for a run of no study."""
     labels = read_json(folder / "cell.json").get("labels")
     return StudyCell(folder, labels if isinstance(labels, dict) else {})

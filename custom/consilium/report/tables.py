@@ -310,8 +310,7 @@ def _column_cells(table: Table, place: int) -> list[str]:
 def _head_lines(table: Table, place: int) -> list[str]:
     """Return a heading as lines of about its column's width, at most 30 letters each."""
     heading, width = shown(table.columns[place].heading), max([10, *map(len, _column_cells(table, place))])
-    lines = textwrap.wrap(heading, width, break_long_words=False)
-    return [part for line in lines for part in textwrap.wrap(line, 30)] or [""]
+    return [part for line in textwrap.wrap(heading, width, break_long_words=False) for part in textwrap.wrap(line, 30)] or [""]
 
 
 def _environment(table: Table, piece: _Piece, rows: range, caption: str, label: str) -> list[str]:
@@ -340,9 +339,8 @@ def _environment(table: Table, piece: _Piece, rows: range, caption: str, label: 
         return stack if len(lines) == 1 else rf"\shortstack[{'r' if table.columns[place].right else 'l'}]{{{stack}}}"
 
     def align(place: int) -> str:
-        if place in wrapped:
-            return rf">{{\raggedright\arraybackslash}}p{{{wrapped[place]:.0f}pt}}"
-        return "r" if table.columns[place].right else "l"
+        plain = "r" if table.columns[place].right else "l"
+        return rf">{{\raggedright\arraybackslash}}p{{{wrapped[place]:.0f}pt}}" if place in wrapped else plain
 
     star = "*" if sum(piece.values()) > TEX_COLUMN else ""
     body = [line_of(written(row, place) for place in piece) for row in rows]

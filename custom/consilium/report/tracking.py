@@ -35,7 +35,6 @@ from consilium.tasks.base import Examples
 FOLDER = "tb_events"
 PICTURES = 20
 """Rounds with pictures, about at most. They are evenly spread and include the last."""
-Complain = Callable[[str], None]
 
 
 class EventFile:
@@ -51,29 +50,23 @@ class EventFile:
 
     def add_scalars(self, values: Mapping[str, float], step: int) -> None:
         """Add the numbers of one step."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
         if values:
-            self._add(
-                Summary(value=[Summary.Value(tag=tensorboard_tag(name), simple_value=value) for name, value in values.items()]),
-                step,
-            )
+            self._add([{"tag": tensorboard_tag(name), "simple_value": value} for name, value in values.items()], step)
 
     def add_image(self, title: str, pixels: np.ndarray, step: int) -> None:
         """Add a picture (height, width, 3), uint8."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
         png = io.BytesIO()
         Image.fromarray(pixels).save(png, format="PNG")
         height, width, colours = pixels.shape
-        one = Summary.Image(height=height, width=width, colorspace=colours, encoded_image_string=png.getvalue())
-        self._add(Summary(value=[Summary.Value(tag=title, image=one)]), step)
+        one = {"height": height, "width": width, "colorspace": colours, "encoded_image_string": png.getvalue()}
+        self._add([{"tag": title, "image": one}], step)
 
-    def _add(self, summary: Any, step: int) -> None:
+    def _add(self, values: list[dict[str, Any]], step: int) -> None:
+        """Add an event with `values`, the fields of Summary.Value in TensorBoard's protocol."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        found = [Event(wall_time=time.time(), step=step, summary=summary)]
+        found = [Event(wall_time=time.time(), step=step, summary={"value": values})]
         if self._path is None:
             make_private_folder(self.folder).chmod(0o700)
             self._path = self.folder / f"events.out.tfevents.{time.time_ns()}"
@@ -90,7 +83,7 @@ class SiteEvents:
     then nothing more is written.
     """
 
-    def __init__(self, folder: Path, rounds: int, complain: Complain) -> None:
+    def __init__(self, folder: Path, rounds: int, complain: Callable[[str], None]) -> None:
         self.folder, self.complain = folder, complain
         self._every, self._rounds = -(-rounds // PICTURES), rounds
         self._file, self._broken = EventFile(folder), False

@@ -173,15 +173,3 @@ def without_replaced_events(lines: Iterable[Line]) -> list[Line]:
 def place_of(line: Line) -> tuple[int, int]:
     """Return an event's round and phase."""
     return line["round"], line.get("phase", 0)
-
-
-def round_timestamps(lines: Iterable[Line]) -> tuple[dict[int, float], dict[int, float]]:
-    """Return when each round began and when each ended, in seconds since 1970, for the rounds on record."""
-    began: dict[int, float] = {}
-    ended: dict[int, float] = {}
-    for line in lines:
-        if line["time"] is not None and line["event"] == "started":
-            began.setdefault(line["round"], line["time"])
-        elif line["time"] is not None and line["event"] == "concluded":
-            ended[line["round"]] = line["time"]
-    return began, ended

@@ -285,11 +285,6 @@ class Study:
         return self.path.stem
 
     @property
-    def title(self) -> str:
-        """The study's name, with its size unless it is the full one."""
-        return f"{self.name}-{self.size}" if self.size else self.name
-
-    @property
     def heading(self) -> str:
         """The study's name, with the option of its size (--smoke, --small) if it is not the full one."""
         return f"{self.name} (--{self.size})" if self.size else self.name
@@ -376,8 +371,7 @@ class Study:
 
 def cell_digest(config: JobConfig, sites: str, data: str) -> str:
     """Return a digest of all that distinguishes cells: the settings, the sites, and the folder of the data."""
-    parts = [config.digest, config.training.rounds, sites, data]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([config.digest, config.training.rounds, sites, data]).encode()).hexdigest()[:16]
 
 
 def _check_published(study: Study, cells: list[Cell]) -> None:
@@ -441,7 +435,7 @@ def load(path: Path | str, size: Size = "", workspace: Path | None = None) -> St
     study = Study(file, config, workspace or Path(), size)
     if (count := math.prod(map(len, study.axes.values()))) > MOST_CELLS:  # checked before so many cells are made
         raise ConfigError(f"{file}: axes: {count} cells, over {MOST_CELLS}; make several studies of it")
-    return study if workspace else replace(study, workspace=RUNS / study.title)
+    return study if workspace else replace(study, workspace=RUNS / "-".join(filter(None, (study.name, size))))
 
 
 def pick(study: Study, only: list[str]) -> list[Cell]:

@@ -32,22 +32,20 @@ from consilium.tasks.registry import TASKS
 # data digest -----------------------------------------------------------------------------------------------------------
 # Digests of the sites' data and checkpoints by content, in any folder. A cell's results depend on them and on its job.
 
-HASHES = "hashes.json"
 _PLACES = {"datalist", "datasets", "checkpoints", "state", "device", "threads", "workers", "cache"}
 """Settings of a site that never change results, such as paths and the number of threads."""
 
 MOST_MASKS = 3
 """Images of a site's split whose masks are read before the first cell, at most."""
-_KNOWN = TypeAdapter(dict[str, str])
 
 
 class DataDigests:
     """Digests of sites' data by content. The `workspace` stores each file's digest, so only changed files are read again."""
 
     def __init__(self, workspace: Path) -> None:
-        self._path = workspace / HASHES
+        self._path = workspace / "hashes.json"
         try:
-            self._known = _KNOWN.validate_json(self._path.read_bytes(), strict=True)
+            self._known = TypeAdapter(dict[str, str]).validate_json(self._path.read_bytes(), strict=True)
         except (OSError, ValueError):  # missing or damaged, so all files are read again
             self._known = {}
 
@@ -90,10 +88,11 @@ class DataDigests:
         write_atomic(self._path, json.dumps(self._known).encode())
 
     def _path_digest(self, path: Path) -> str:
-        """Return the digest of a file, or of all files in a folder."""
+        """Return the digest of a file, or of all files in a folder except hidden ones, which no reader reads."""
         if not path.is_dir():
             return self._file_digest(path)
-        names = sorted(one.relative_to(path).as_posix() for one in path.rglob("*") if one.is_file())
+        names = sorted(one.relative_to(path).as_posix() for one in path.rglob("[!.]*") if one.is_file())
+        names = [name for name in names if "/." not in name]
         return hashlib.sha256("".join(f"{name} {self._file_digest(path / name)}\n" for name in names).encode()).hexdigest()
 
     def _file_digest(self, path: Path) -> str:
@@ -213,9 +212,6 @@ class Planner:
 
 # FLOPs ------------------------------------------------------------------------------------------------------------------
 
-COUNTING = ("model", "adapter", "task", "strategy")
-"""Sections of a job that decide how many FLOPs a sample takes."""
-
 
 def count_and_cache_flops(study: Study) -> float | None:
     """Count, cache and return the FLOPs of a whole study; None if the size of a cell's data is unknown.
@@ -230,7 +226,10 @@ def count_and_cache_flops(study: Study) -> float | None:
         if (samples := generated_samples(config, len(site_names(cell.sites, None))) or given) is None:
             save_flops(study, None)
             return None
-        job, said = assemble_job(config, cell.base), config.model_dump(mode="json", include=set(COUNTING))
+        job, said = (
+            assemble_job(config, cell.base),
+            config.model_dump(mode="json", include={"model", "adapter", "task", "strategy"}),
+        )
         key = json.dumps([said, config.training.gradient_checkpointing])
         if key not in known:
             known[key] = flops_per_sample(job)

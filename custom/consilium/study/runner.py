@@ -52,12 +52,7 @@ def has_other_data(record: CellRecord, planned: Planned) -> bool:
     return record.data not in ("", planned.data)
 
 
-def is_restorable(planned: Planned) -> bool:
-    """Tell whether a run with the cell's present data and code has been set aside, and can take its place again."""
-    return _set_aside_folder(planned).is_dir()
-
-
-def _set_aside_folder(planned: Planned) -> Path:
+def set_aside_folder(planned: Planned) -> Path:
     """Return the folder to which a run with the cell's present data and code is moved when it is set aside."""
     folder = planned.cell.folder
     return folder.parent.parent / "set-aside" / f"{folder.name}-{planned.data}-{planned.code}"
@@ -142,7 +137,7 @@ def _run(planned: Planned, observer: Observer) -> CellRecord:
 
 def swap_stored_run(planned: Planned) -> None:
     """Move away a run with other data or other code, and restore an earlier run with the present data and code."""
-    folder, before, aside = planned.cell.folder, stored_record(planned.cell.folder), _set_aside_folder(planned)
+    folder, before, aside = planned.cell.folder, stored_record(planned.cell.folder), set_aside_folder(planned)
     if has_other_data(before, planned) or _must_set_aside(before, planned):
         place = make_private_folder(aside.parent) / f"{folder.name}-{before.data}-{before.code}"
         while place.exists():  # the folder already has a run with these data and code
@@ -158,8 +153,7 @@ def simulate_cell(planned: Planned, observer: Observer) -> None:
     folder, log = planned.cell.folder, planned.cell.folder / "metrics.jsonl"
     if not (folder / run_start.FILE).is_file():
         log.unlink(missing_ok=True)  # the run ended before its first checkpoint
-    job = assemble_job(planned.cell.load(), planned.cell.base)
-    simulate(job, planned.sites(), folder, observer, resume=log.exists())
+    simulate(assemble_job(planned.cell.load(), planned.cell.base), planned.sites(), folder, observer, resume=log.exists())
     with suppress(OSError):  # if the disk is full, the scores are complete without the picture
         join_predictions({name: folder / "sites" / name / PREDICTIONS for name in planned.names}, folder / PREDICTIONS)
 
@@ -219,11 +213,11 @@ OFTEN = 0.2
 """Seconds between two reports of a cell's progress, at least."""
 Progress = tuple[float, str]
 """The fraction of a cell that is done, from 0 to 1, and its round as a text."""
-Told = Callable[[Planned, Progress | CellRecord], None]
-"""A function that is called with a cell's progress, or with its record at the end."""
 
 
-def run_study(cells: list[Planned], workers: int, on_update: Told) -> dict[str, CellRecord]:
+def run_study(
+    cells: list[Planned], workers: int, on_update: Callable[[Planned, Progress | CellRecord], None]
+) -> dict[str, CellRecord]:
     """Run all cells, `workers` at a time, and return each cell's record by its id. All worker processes are ended, always.
 
     A cell that another process runs is waited for. Results are equal to the bit for the same number of workers. `on_update` is
@@ -292,8 +286,6 @@ class ProgressReporter:
 
 LINE_EVERY = 30.0
 """Seconds between two lines about running cells where there is no terminal, at least."""
-Records = Mapping[str, CellRecord]
-"""Records by cell id."""
 
 
 class StudyView(LiveScreen):
@@ -356,17 +348,15 @@ class StudyView(LiveScreen):
     def render(self) -> Group:
         """Return the bar and a line per running cell."""
         running = [f"{c.display_name}: {self.parts[c.id][1]}" for c in self.cells if c.id in self.parts]
-        lines = [Text(shown(text), no_wrap=True, overflow="ellipsis") for text in running]
-        return Group(self._bar, *lines)
+        return Group(self._bar, *[Text(shown(text), no_wrap=True, overflow="ellipsis") for text in running])
 
 
-def cells_table(title: str, cells: Sequence[Cell], records: Records) -> Table:
-    """Return a row per cell: its values on the axes, its state, its run time, its folder."""
+def cells_table(title: str, cells: Sequence[Cell], records: Mapping[str, CellRecord]) -> Table:
+    """Return a row per cell: its values on the axes, its state, its run time, its folder. `records`: by cell id."""
     axes = [Column(axis, right=False) for axis in cells[0].labels]
     heads = [*axes, Column("state", right=False), Column("took"), Column("folder", right=False)]
     rows = []
     for cell in cells:
         record = records[cell.id]
-        took = duration_text(record.seconds) if record.seconds else ""
-        rows.append([*cell.labels.values(), record.state, took, cell.id])
+        rows.append([*cell.labels.values(), record.state, duration_text(record.seconds) if record.seconds else "", cell.id])
     return Table(title, heads, rows)

@@ -38,6 +38,7 @@ from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import DataError
+from consilium.core.grouping import group_by_key
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.patients import item_pseudonym
 from consilium.federation.job_assembly import build_task
@@ -276,10 +277,7 @@ def draw_units(whole: DataList, trained: Collection[Key], by_patient: bool) -> D
 
 
 def _group_units(samples: Sequence[Any], by_patient: bool) -> dict[object, list[Any]]:
-    found: dict[object, list[Any]] = {}
-    for place, item in enumerate(samples):
-        found.setdefault((item_pseudonym(item) or place) if by_patient else place, []).append(item)
-    return found
+    return group_by_key(((item_pseudonym(item) or place) if by_patient else place, item) for place, item in enumerate(samples))
 
 
 def key_of(item: Any) -> Key:

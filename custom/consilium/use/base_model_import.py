@@ -261,8 +261,7 @@ def _load_folder(source: Path) -> _Source:
             ) from None
         raise
     tokenizer = load_tokenizer("folder", source, config)
-    whole = (source / WEIGHTS).exists()
-    files = [WEIGHTS] if whole else sorted(set(read_json(source, INDEX)["weight_map"].values()))
+    files = [WEIGHTS] if (source / WEIGHTS).exists() else sorted(set(read_json(source, INDEX)["weight_map"].values()))
     kinds, embeddings = Counter[str](), dict[str, Tensor]()
     for name in files:
         with safe_open(source / name, "pt") as file:

@@ -191,6 +191,5 @@ class Inference:
         for index in range(len(self.dataset)):
             data = self.dataset[index]
             inputs = [data[name][None].to(self.device) for name in ("image", "prompts") if name in data]
-            logits = self.inferer(inputs[0], self.network, *inputs[1:])
-            self.postprocessing(logits[0].float().cpu(), data)
+            self.postprocessing(self.inferer(inputs[0], self.network, *inputs[1:])[0].float().cpu(), data)
         self.postprocessing.close()

@@ -51,8 +51,7 @@ def random_inputs(config: JobConfig, tokenizer: Any) -> Inputs:
     if (kind := prompt_kind_of(config.task)) is None:
         return {"images": images}
     shape = SAMPLES, len(config.task.classes), len(kind.numbers) // 2, 2  # type: ignore[attr-defined]
-    corners = torch.rand(shape, generator=generator).sort(2).values * (side - 1)
-    return {"images": images, "prompts": corners.flatten(2)}
+    return {"images": images, "prompts": (torch.rand(shape, generator=generator).sort(2).values * (side - 1)).flatten(2)}
 
 
 @torch.no_grad()
@@ -200,8 +199,7 @@ def write_onnx(folder: Path, model: nn.Module, config: JobConfig) -> tuple[str, 
         _export_graph(path, part, own)
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         held[part.output] = torch.from_numpy(session.run(None, {key: tensor.numpy() for key, tensor in own.items()})[0])
-    difference = require_equal("onnx", model, wanted, list(held.values())[-1])
-    return _USAGE.render(parts=parts, inputs=inputs), difference
+    return _USAGE.render(parts=parts, inputs=inputs), require_equal("onnx", model, wanted, list(held.values())[-1])
 
 
 def _export_graph(path: Path, part: Graph, inputs: Inputs) -> None:
@@ -228,8 +226,6 @@ def _export_graph(path: Path, part: Graph, inputs: Inputs) -> None:
 # models/model.pt2 is the same model as a torch.export program, which needs no code of the model.
 
 SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
-FIRE = "0.7.1"
-"""Version of fire, which `python -m monai.bundle` needs. The extra `bundle` installs it."""
 CODE = Path(__file__).with_name("bundle_scripts.py")
 """The source file that is copied to the bundle's scripts/pictures.py."""
 WRITERS = {"segmentation": "WriteMasks", "classification": "WriteClasses"}
@@ -294,7 +290,8 @@ def bundle_metadata(config: JobConfig, card: Card) -> dict[str, Any]:
     MONAI's schema requires two lists of packages, required and optional. MONAI's reader replaces the first by the second, so
     both lists are equal.
     """
-    packages = {"pillow": version("pillow"), "fire": FIRE}
+    # `python -m monai.bundle` needs fire, which the extra `bundle` installs
+    packages = {"pillow": version("pillow"), "fire": "0.7.1"}
     side, masks, classes = config.model.image_side, config.task.name == "segmentation", config.task.classes  # type: ignore[attr-defined]
     numbered = {str(number): name for number, name in enumerate(classes)}
     image = {

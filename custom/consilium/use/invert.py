@@ -45,8 +45,6 @@ PIXELS = 255.0
 """The largest value of a picture."""
 RATE, SMOOTH = 0.1, 1.0
 """RATE: Adam's learning rate, for pictures scaled to 0..1. SMOOTH: the weight of the total variation."""
-GRAPH = [SDPBackend.MATH]
-"""The attention kernel used here. Other kernels have no second derivatives."""
 TITLES = {"alone": "from its update", "sum": "from the sum of sites", "masked": "from its update under masks"}
 CANDIDATES = 40
 """Largest number of candidate pictures for recognition."""
@@ -143,8 +141,7 @@ def contributing_candidates(gradients: Sequence[Tensors], target: Tensors, count
     from scipy.optimize import nnls
 
     *rows, wanted = (torch.cat([t.flatten() for t in one.values()]).double().cpu().numpy() for one in [*gradients, target])
-    every = np.stack(rows)
-    weights, _ = nnls(every.T, wanted / max(float(np.linalg.norm(wanted)), 1e-300), maxiter=100 * len(gradients))
+    weights, _ = nnls(np.stack(rows).T, wanted / max(float(np.linalg.norm(wanted)), 1e-300), maxiter=100 * len(gradients))
     return {place for place in np.argsort(-weights, kind="stable")[:count].tolist() if weights[place] > 0}
 
 
@@ -157,9 +154,8 @@ def psnr(drawn: Tensor, pictures: Tensor) -> float:
 def gradient(model: nn.Module, task: Task, batch: Batch, names: Sequence[str], graph: bool = False) -> Tensors:
     """Return the gradient of a batch's loss with respect to the tensors `names`. `graph`: keep it differentiable."""
     live = adapter_state.tensors(model)
-    with sdpa_kernel(GRAPH):
-        loss = task.loss(model, batch)
-        found = torch.autograd.grad(loss, [live[name] for name in names], create_graph=graph)
+    with sdpa_kernel([SDPBackend.MATH]):  # other kernels have no second derivatives
+        found = torch.autograd.grad(task.loss(model, batch), [live[name] for name in names], create_graph=graph)
     return dict(zip(names, found, strict=True))
 
 
@@ -193,8 +189,7 @@ def invert(
 
     `like`: a batch with the true labels. Of its pictures only the shape is used.
     """
-    source = torch.Generator().manual_seed(seed)
-    looked = torch.rand(like["image"].shape, generator=source).requires_grad_(True)
+    looked = torch.rand(like["image"].shape, generator=torch.Generator().manual_seed(seed)).requires_grad_(True)
     adam = torch.optim.Adam([looked], lr=RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
     best, least = looked.detach().clone(), math.inf

@@ -99,8 +99,7 @@ def write_dicom(path: Path, segments: np.ndarray, names: Sequence[str], source: 
         files = list(dict.fromkeys(frame.file for frame in frames))
         if len(files) == 1 and len(frames) > 1:  # frames of a multi-frame file keep the file's order
             segments = segments[np.argsort([frame.number for frame in frames], kind="stable")]
-        images = [open_file(file, pixels=True) for file in files]
-        data = _encode_dicom_seg(images, segments, names, source, model)
+        data = _encode_dicom_seg([open_file(file, pixels=True) for file in files], segments, names, source, model)
     write_atomic(path, data)
 
 

@@ -132,8 +132,7 @@ def label_map(logits: Tensor, names: Sequence[str], values: Legend) -> np.ndarra
     """
     table = torch.tensor([[float(name in meant) for name in names] for meant in values.values()])
     best = torch.einsum("vc,chw->vhw", table, logits.float().cpu()).argmax(0).numpy()
-    kind = np.uint8 if max(values) < 256 else np.uint16
-    return np.array(list(values), dtype=kind)[best]
+    return np.array(list(values), dtype=np.uint8 if max(values) < 256 else np.uint16)[best]
 
 
 # texts -----------------------------------------------------------------------------------------------------------------
@@ -178,8 +177,7 @@ def _answer_records(opened: TrainedModel, where: Path, texts: list[Text], batch_
         if len(texts) == 1:
             return [error]
     half = len(texts) // 2
-    first = _answer_records(opened, where, texts[:half], batch_size)
-    return first + _answer_records(opened, where, texts[half:], batch_size)
+    return _answer_records(opened, where, texts[:half], batch_size) + _answer_records(opened, where, texts[half:], batch_size)
 
 
 # predict ---------------------------------------------------------------------------------------------------------------
@@ -297,8 +295,7 @@ class _Volume:
         self.grid, self.card = volumes.header(one.path).grid, predictor.opened.card
         self.values = label_legend(predictor.task.classes)
         shape, count = self.grid.shape, len(self.names)
-        kind = np.uint8 if max(self.values) < 256 else np.uint16
-        self.labels = np.zeros(shape, kind)
+        self.labels = np.zeros(shape, np.uint8 if max(self.values) < 256 else np.uint16)
         self.masks = np.zeros((count, *shape), bool) if self.dicom else None
         self.shares = np.zeros((count, *shape), np.float32) if wanted.probabilities else None
 

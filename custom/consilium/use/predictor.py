@@ -189,8 +189,7 @@ class Predictor:
         Raises DataError if the input cannot be used, or if its prompts name no part of it.
         """
         nothing: dict[str, tuple[Item, ...]] = {"training": (), "validation": ()}
-        found = expand(DataList(one.path, nothing | {"test": (Item(one.path, None),)}), self.task)
-        parts = list(found.splits["test"])
+        parts = list(expand(DataList(one.path, nothing | {"test": (Item(one.path, None),)}), self.task).splits["test"])
         # Raise DataError for an input without prompts: its empty mask would look like a prediction.
         if self.prompts is not None and not any(name == one.name for name, _, _ in self.prompts):
             many = PROMPTS[self.task.prompt].many
@@ -252,8 +251,7 @@ class Predictor:
                 continue
             shape = part.image.shape
             rows, columns = unpadded_size(shape, self.opened.config.model.image_side, self.task)
-            logits = part.answer[None, :, :rows, :columns]
-            found = F.interpolate(logits, shape[:2], mode="bilinear", align_corners=False)[0]
+            found = F.interpolate(part.answer[None, :, :rows, :columns], shape[:2], mode="bilinear", align_corners=False)[0]
             if self.prompts is not None:  # classes without a prompt are not predicted
                 missing = torch.tensor([self._prompt(one, part.item, name) is None for name in self.task.classes])
                 found = found.masked_fill(missing[:, None, None], -1e4)

@@ -202,8 +202,7 @@ def group_comparable(runs: Sequence[RunRecord], absent: Sequence[MissingRun] = (
         for run in group:
             if (first := counted.setdefault((labels[run.name], str(run.seed)), run)) is not run:
                 left.append(f"{run.name}: repeats {first.name} (same settings and seed), so it is not counted")
-        lacking = {key: why for key, why in named.items() if key not in counted}
-        made.append(Group(name, counted, tuple(left), lacking))
+        made.append(Group(name, counted, tuple(left), {key: why for key, why in named.items() if key not in counted}))
     why = []
     for group in found[1:]:
         reasons = (why_not_comparable(first, one) for one in group for first in found[0])

@@ -119,7 +119,6 @@ FEWEST = 2
 BARS = "Bars are the standard deviation over seeds, as ± in the tables."
 WRAP = 34
 """Characters per line of a legend."""
-DPI = 300
 FORMATS = {"png": {"Software": None}, "pdf": {"CreationDate": None, "Creator": None, "Producer": None}, "svg": {"Date": None}}
 """File endings of a picture, each with the metadata to remove, so that the same command writes equal files each time."""
 STYLE: dict[Any, Any] = {
@@ -168,15 +167,14 @@ def draw(
         end = f"-{index + 1}" if len(groups) > 1 else ""
         for name, make in PLOTS.items():
             with rc_context(STYLE):
-                scores = scores_of(group, stage, metric or group.first.metric)
-                plot = make(scores, width)
+                plot = make(scores_of(group, stage, metric or group.first.metric), width)
                 if isinstance(plot, str):
                     notes.append(group.with_group_name(f"no {name}{end}: {plot}"))
                     continue
                 caption = group.with_group_name(plot.caption)
                 paths = [folder / f"{name}{end}.{ending}" for ending in (*FORMATS, "csv")]
                 for path, metadata in zip(paths, FORMATS.values(), strict=False):
-                    write_figure(path, plot.figure, dpi=DPI, mode=PUBLIC, metadata=metadata)
+                    write_figure(path, plot.figure, dpi=300, mode=PUBLIC, metadata=metadata)
             write_atomic(paths[-1], csv_text(plot.rows).encode(errors="backslashreplace"), PUBLIC)
             files += paths
             place, side = ("figure*", "text") if plot.figure.get_figwidth() > COLUMN else ("figure", "column")
@@ -301,8 +299,7 @@ def axis_figure(scores: GroupScores, width: float = COLUMN) -> Drawn:
     plot = figure.subplots()
     draw_lines(plot, lines)
     _label_axes(plot, scores, wrap_name(axis), width)
-    what = f"The mean over sites along {axis}, its values at equal distances"
-    return Plot(figure, _caption(scores, what, BARS), rows)
+    return Plot(figure, _caption(scores, f"The mean over sites along {axis}, its values at equal distances", BARS), rows)
 
 
 def sort_axis_values(values: set[str]) -> list[str]:
@@ -317,8 +314,7 @@ def draw_lines(plot: Any, lines: Mapping[str, Mapping[str, Sequence[float]]]) ->
     privacy on an axis of epsilon, is dashed and horizontal.
     """
     across = {name for name, line in lines.items() if not any(map(_is_number, line))}
-    values = {value for name, line in lines.items() if name not in across for value in line}
-    order = sort_axis_values(values)
+    order = sort_axis_values({value for name, line in lines.items() if name not in across for value in line})
     for index, (name, line) in enumerate(lines.items()):
         look = style(index) | {"label": wrap_name(name), "linewidth": 1.2}
         if name in across:
@@ -370,8 +366,7 @@ def heat_map(scores: GroupScores, width: float = COLUMN) -> Drawn:
     look = {"cmap": "RdBu_r" if scores.lower_is_better else "RdBu", "vmin": -reach, "vmax": reach}
     image = draw_matrix(axis, gained, rows, short, texts, size, **look)
     zero = "the pretrained model" if frozen else "the mean over methods"
-    bar = figure.colorbar(image, ax=axis, fraction=0.05, aspect=30)
-    bar.set_label(wrap_name(f"difference to {zero}", 24))
+    figure.colorbar(image, ax=axis, fraction=0.05, aspect=30).set_label(wrap_name(f"difference to {zero}", 24))
     missing = f" {MARK}: seeds are missing." if any(MARK in text for row in texts for text in row) else ""
     told = [
         {"method": m, "site": site, "seeds": len(one), "value": mean(one)}

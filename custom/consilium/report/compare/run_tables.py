@@ -268,8 +268,7 @@ def training_samples(run: RunRecord, site: str) -> int:
     """Return a site's number of training samples, which is its weight in the mean; 0 if the weight is not that number."""
     if run.config.weighting != "samples":
         return 0
-    weights = [line["weight"] for line in run.lines_of("result") if line["site"] == site and line.get("weight")]
-    most = max(weights, default=0)
+    most = max([line["weight"] for line in run.lines_of("result") if line["site"] == site and line.get("weight")], default=0)
     return int(most) if most < (run.config.federation.max_weight or MOST_WEIGHT) else 0
 
 

@@ -49,8 +49,7 @@ class GroupScores:
     @cached_property
     def sites(self) -> list[str]:
         """All sites with a score of any method, and those that only test last."""
-        found = {site for *_, site in [*self.cells, *self.missing]}
-        return sorted(found, key=lambda site: (site in self.test_only, site))
+        return sorted({site for *_, site in [*self.cells, *self.missing]}, key=lambda site: (site in self.test_only, site))
 
     @cached_property
     def test_only(self) -> frozenset[str]:

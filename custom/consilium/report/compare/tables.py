@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import stdev
 from typing import Any
 
+from consilium.core.grouping import group_by_key
 from consilium.core.messages import Stage
 from consilium.core.sanitize import count_with_noun, first_names_text
 from consilium.report.compare import DIAGNOSED, HELD_OUT, MARK, MOST_LISTED
@@ -207,10 +208,9 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
             cells += [(number_text(theirs), None), (gap, None)]
         return cells
 
-    models: dict[str, list[str]] = {}
-    for (method, _), run in pretrained.group.runs.items():
-        if method in pretrained.scored_methods:
-            models.setdefault(frozen_model(run), []).append(method)
+    models = group_by_key(
+        (frozen_model(run), method) for (method, _), run in pretrained.group.runs.items() if method in pretrained.scored_methods
+    )
     rows = []
     for of in models.values():
         name = f"pretrained: {first_names_text(list(dict.fromkeys(of)))}" if len(models) > 1 else "pretrained (not adapted)"
@@ -248,8 +248,7 @@ def _scored_sample_lines(scores: GroupScores) -> list[str]:
     found = {site: max(int(finite_score(run.score(site, scores.stage, COUNT)) or 0) for run in runs) for site in scores.sites}
     counts = first_names_text([f"{site} {count}" for site, count in found.items()], MOST_SIZES)
     more = f"; {sum(found.values())} in all" if len(found) > 1 else ""
-    unit = unit_of(scores.group.first.config.task.model_dump())
-    return [f"{unit}s scored: {counts}{more}"] if any(found.values()) else []
+    return [f"{unit_of(scores.group.first.config.task.model_dump())}s scored: {counts}{more}"] if any(found.values()) else []
 
 
 def _interval_text(ends: Interval | None) -> str:
@@ -363,9 +362,7 @@ def _winner(scores: GroupScores) -> str:
 
 def p_text(value: float | None) -> str:
     """Return a p-value as tables show it."""
-    if value is None:
-        return "too few"
-    return "-" if math.isnan(value) else f"{value:.3f}" if value >= 0.001 else "<0.001"
+    return "too few" if value is None else "-" if math.isnan(value) else f"{value:.3f}" if value >= 0.001 else "<0.001"
 
 
 def _missing_table(tables: Sequence[GroupScores]) -> list[Table]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, RefusedError
+from consilium.core.grouping import group_by_key
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, TRAIN_LOSS, TRAIN_MEMORY, TRAIN_SECONDS, TRAIN_STEPS, Stage
 from consilium.core.sanitize import count_with_noun, first_names_text, shown
 from consilium.privacy.accounting import VOID
@@ -33,7 +34,7 @@ from consilium.report.results_table import (
     results_table,
 )
 from consilium.report.run_files import versions
-from consilium.report.run_record import RunRecord, cell_name_of, is_simulation, read_run
+from consilium.report.run_record import RunRecord, is_simulation, read_run, stored_cell
 from consilium.report.tables import Table, columns, duration_text, only_true, size_text, timestamp_text
 from consilium.report.untrusted_files import (
     MOST_BYTES,
@@ -42,13 +43,11 @@ from consilium.report.untrusted_files import (
     plain_file_hashes,
     read_json,
     read_plain,
-    round_timestamps,
     subfolders,
 )
 
 MOST_SITES, MOST_REFUSALS = 24, 200
 """Sites with pictures on a page, and refusals that are listed, at most. The others are counted."""
-MOST_JOB = 256 * 1024
 HASHED = ("job.yaml", "results.json", "metrics.jsonl", "privacy.json", "adapters/global/consilium.safetensors",
           "adapters/global/adapter_model.safetensors", "server/state.safetensors")  # fmt: skip
 
@@ -85,7 +84,8 @@ def run_page(record: RunRecord, back: str = "") -> str:
         ),
         f"{level}.": level,
         f"Damaged lines of metrics.jsonl: {lost}. They count nowhere on this page.": lost,
-        f"Damaged files, left out: {', '.join(damaged)}. {REMEDY_DAMAGED}": damaged,
+        f"Damaged files, left out: {', '.join(damaged)}. Copy the run's folder again from where it was written, or rerun the "
+        "job.": damaged,
     }
     values = {
         "back": back,
@@ -111,19 +111,16 @@ def run_page(record: RunRecord, back: str = "") -> str:
         "privacy_facts": private_facts,
         "versions": list(record.versions.items()) or [("versions.json", "is not here or is damaged")],
         "hashes": [("the job's digest", config.digest), *plain_file_hashes(record.folder, HASHED)],
-        "job": (read_plain(record.folder / "job.yaml", MOST_JOB) or b"(too large to show)").decode(errors="replace"),
+        "job": (read_plain(record.folder / "job.yaml", 256 * 1024) or b"(too large to show)").decode(errors="replace"),
     }
     there = {"crossed": crossed is not None, "confusion": confused, "sites": read}
     sections = ["result", "curves", "training", "privacy", "versions", *only_true(there)]
     model = f"{config.model.name} {getattr(config.model, 'variant', '')}".strip()
     counts = f"{count_with_noun(len(record.sites), 'site')}, {count_with_noun(config.training.rounds, 'round')}"
     lead = f"{config.strategy.name}, {model}, {config.adapter.kind}; {config.task.name}, {counts}"
-    cell = cell_name_of(record.folder).replace(",", ", ")
+    cell = stored_cell(record.folder).name.replace(",", ", ")
     source = record.folder.name if back else str(record.folder)
     return render("run.html", f"{title}: {cell}" if cell else title, lead, source, sections, values)
-
-
-REMEDY_DAMAGED = "Copy the run's folder again from where it was written, or rerun the job."
 
 
 def _facts(record: RunRecord, simulated: bool) -> list[tuple[str, str]]:
@@ -162,9 +159,7 @@ def _participation_and_cost_table(record: RunRecord) -> Table | None:
         Counter(site for line in record.lines_of(event) for site in line["sites"]) for event in ("started", "concluded")
     )
     refused = Counter(line["site"] for line in record.lines_of("refused"))
-    answers: dict[str, list[Mapping[str, float]]] = {}
-    for line in record.lines_of("result"):
-        answers.setdefault(line["site"], []).append(line["metrics"])
+    answers = group_by_key((line["site"], line["metrics"]) for line in record.lines_of("result"))
     rows, sent, received = list[dict[str, str]](), 0.0, 0.0
     for site in sorted({*record.sites, *asked, *refused, *answers}):
         found = answers.get(site, [])
@@ -202,19 +197,20 @@ def _participation_and_cost_table(record: RunRecord) -> Table | None:
 
 def _time_facts(record: RunRecord) -> list[tuple[str, str]]:
     """Return the run's times as pairs (name, value)."""
-    began, ended = round_timestamps(record.lines)
+    timed = [line for line in record.lines if line["time"] is not None]
+    stamps = [line["time"] for line in timed]
+    began = {line["round"]: line["time"] for line in reversed(timed) if line["event"] == "started"}  # of the first phase
+    ended = {line["round"]: line["time"] for line in timed if line["event"] == "concluded"}  # of the last phase
     took = [ended[r] - began[r] for r in sorted(ended) if r in began and ended[r] >= began[r]]
-    stamps = [line["time"] for line in record.lines if line["time"] is not None]
     facts = [("began", timestamp_text(min(stamps))), ("last record", timestamp_text(max(stamps)))] if stamps else []
     if took:
         middle = f"{duration_text(statistics.median(took))} (from {duration_text(min(took))} to {duration_text(max(took))})"
         facts += [("rounds, summed", duration_text(sum(took))), ("a round, median", middle)]
-    finals = [line["time"] for line in record.lines_of("final") if line["time"] is not None]
+    finals = [line["time"] for line in timed if line["event"] == "final"]
     if finals and ended and max(finals) >= max(ended.values()):
         facts.append(("final evaluation", duration_text(max(finals) - max(ended.values()))))
     if resumed := sum(1 for _ in record.lines_of("resumed")):
-        text = f"gone on with {resumed} times; a pause is in no round's time but the one it fell into"
-        facts.append(("interrupted", text))
+        facts.append(("interrupted", f"gone on with {resumed} times; a pause is in no round's time but the one it fell into"))
     return facts
 
 
@@ -222,7 +218,6 @@ def _time_facts(record: RunRecord) -> list[tuple[str, str]]:
 # The part of a site's page on what left the site: the messages in its audit.jsonl, and its privacy ledger.
 
 LEDGER = "ledger.sqlite"
-NO_BOUND = "no bound (its jobs are of a finer unit, or without noise)"
 
 
 def audit_log_section(path: Path) -> dict[str, Any]:
@@ -269,7 +264,8 @@ def ledger_table(path: Path | None) -> tuple[Table | None, str]:
         spent = [one["epsilon"][unit]["1e-05"] for unit in ("record", "patient", "site")]
         void = f"{one['void']}: {VOID}" if one["void"] else "0"
         row = [one["dataset"], ", ".join(one["jobs"]), str(one["releases"]), void, one["adjacency"], ", ".join(one["trust"])]
-        rows.append([*row, *(NO_BOUND if as_finite_float(value) is None else f"{value:.4g}" for value in spent)])
+        no_bound = "no bound (its jobs are of a finer unit, or without noise)"
+        rows.append([*row, *(no_bound if as_finite_float(value) is None else f"{value:.4g}" for value in spent)])
     units = (f"epsilon of {unit}" for unit in ("a record", "a patient", "the site"))
     heads = columns("data set", "jobs", "releases", "void rows", "adjacency", "trust", *units)
     return Table("Privacy spent by all jobs together, at delta 1e-05", heads, rows), ""
@@ -278,8 +274,6 @@ def ledger_table(path: Path | None) -> tuple[Table | None, str]:
 # site page -------------------------------------------------------------------------------------------------------------
 # The page of a site, which a hospital may keep. It can only be made where the site's folder is.
 
-GUARANTEE_LATER = "The job's privacy guarantee appears here after the final evaluation."
-GUARANTEE_MISSING = "The privacy guarantee cannot be shown: cases.json is missing or cannot be read."
 HASHED_AT_SITE = (
     *(f"adapters/{which}/consilium.safetensors" for which in ("global", "global-best", "personalized", "personalized-best")),
     CASES,
@@ -317,11 +311,13 @@ def site_page(folder: Path, site: str) -> str:
     state = [("state", "not finished" if record.results is None else "finished")] if record else []
     own = "This page is the hospital's own: it shows test samples of this site, patients where the data are real."
     table, problem = ledger_table(ledger_path(place))
-    known = cases is not None or (record is not None and record.config.privacy is None)
-    unknown = GUARANTEE_MISSING if record is not None and record.results is not None else GUARANTEE_LATER
-    private: Statement = [NONE if known else unknown], []
+    private: Statement = ["The job's privacy guarantee appears here after the final evaluation."], []
     if cases and cases.privacy is not None:  # at record level only the site itself knows its plan
         private = plan_statement(cases.privacy)
+    elif cases or (record and record.config.privacy is None):
+        private = [NONE], []
+    elif record and record.results is not None:
+        private = ["The privacy guarantee cannot be shown: cases.json is missing or cannot be read."], []
     audits = [one / FILE for one in [place, *subfolders(place)]]
     values = {
         "warnings": [own] if cases else [],

@@ -266,14 +266,11 @@ def pictures(folder: Path, which: str) -> list[tuple[str, str, str]]:
 
 def _picture(path: Path) -> str | None:
     """Return a JPEG as a data URL, decoded and encoded again; None for any other file."""
-    if (data := read_plain(path, MOST_PICTURE)) is None:
-        return None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(io.BytesIO(data), formats=("JPEG",)) as opened:
-                if max(opened.size) > MOST_SIDE:
-                    return None
-                return data_url(opened.convert("RGB"), "JPEG", quality=QUALITY, subsampling=0)
+            with Image.open(io.BytesIO(read_plain(path, MOST_PICTURE) or b""), formats=("JPEG",)) as opened:
+                fits = max(opened.size) <= MOST_SIDE
+                return data_url(opened.convert("RGB"), "JPEG", quality=QUALITY, subsampling=0) if fits else None
     except (OSError, ValueError, SyntaxError, Warning):
         return None
