@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from consilium.cli.main import main
-from tests.conftest import small_config
+from tests.conftest import run, small_config
 
 SAID = "no test or validation split: nothing was scored"
 
@@ -28,15 +27,8 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(small_config(rounds=1, local_steps=1).model_dump()))
     counts = ["--sites=2", "--training=2", "--validation=0", "--test=0", "--size=64"]
-    assert run(monkeypatch, ["data", "phantoms", "data", *counts]) == 0
+    assert run(monkeypatch, "data", "phantoms", "data", *counts) == 0
     return ["simulate", "job.yaml", "--data", "data", "--workspace", "run"]
-
-
-def run(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> int:
-    monkeypatch.setattr(sys, "argv", ["consilium", *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return ended.value.code
 
 
 def check(text: str) -> None:
@@ -48,7 +40,7 @@ def check(text: str) -> None:
 
 
 def test_to_a_pipe(words: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, words) == 0
+    assert run(monkeypatch, *words) == 0
     text = capfd.readouterr().out
     check(text)
     assert "round 1/1  site-2: loss " in text
@@ -81,7 +73,7 @@ def test_to_a_terminal(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("TERM", "xterm")
     with terminal(80) as (file, seen):
         monkeypatch.setattr(sys, "stdout", file)
-        assert run(monkeypatch, words) == 0
+        assert run(monkeypatch, *words) == 0
     text = b"".join(seen).decode()
     check(text)
     assert "\x1b[" in text  # the live table was drawn; what of it, depends on the machine's speed

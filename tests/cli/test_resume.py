@@ -1,24 +1,19 @@
 """`simulate --resume` goes on with what the run began with, and one that is refused changes no file."""
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import yaml
 
-from consilium.cli.main import main
-from tests.conftest import small_text
+from tests.conftest import run, small_text
 
 SITES = ("north", "east", "a")
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["consilium", "simulate", "job.yaml", "--data", "data", "--workspace", "w", *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return ended.value.code
+def simulate(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    return run(monkeypatch, "simulate", "job.yaml", "--data", "data", "--workspace", "w", *words)
 
 
 def records(ward: str, count: int) -> str:
@@ -53,16 +48,16 @@ REFUSED = [
 def test_a_refused_resumption_changes_no_file(
     job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, "--rounds", "2") == 0
+    assert simulate(monkeypatch, "--rounds", "2") == 0
     before, test = files(Path("w")), Path("data/east/test.jsonl")
     for options, message in REFUSED:
         capsys.readouterr()
-        assert run(monkeypatch, "--resume", "--rounds", "3", *options) == 2
+        assert simulate(monkeypatch, "--resume", "--rounds", "3", *options) == 2
         assert message in capsys.readouterr().err
         assert files(Path("w")) == before
     kept = test.read_text()
     test.write_text(kept.replace("soon", "later"))
-    assert run(monkeypatch, "--rounds", "3", "--resume") == 2
+    assert simulate(monkeypatch, "--rounds", "3", "--resume") == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert said == (
         f"--data: {job / 'data/east'} for east: has other entries or files than when the run in w began; put them back, "
@@ -70,12 +65,12 @@ def test_a_refused_resumption_changes_no_file(
     )
     assert files(Path("w")) == before
     test.write_text(kept)
-    assert run(monkeypatch, "--rounds", "3", "--resume") == 0
+    assert simulate(monkeypatch, "--rounds", "3", "--resume") == 0
 
 
 def scores(words: Sequence[Sequence[str]], monkeypatch: pytest.MonkeyPatch) -> str:
     for one in words:
-        assert run(monkeypatch, "--set", "strategy=centralized", *one) == 0
+        assert simulate(monkeypatch, "--set", "strategy=centralized", *one) == 0
     return Path("w/results.json").read_text()
 
 

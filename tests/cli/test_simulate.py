@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import sysconfig
 import time
 from collections.abc import Mapping
@@ -15,22 +14,14 @@ import psutil
 import pytest
 import yaml
 
-from consilium.cli.main import main
 from consilium.cli.simulate import site_names
 from consilium.config.site import DatasetConfig, SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.federation.site_names import sites_record
 from consilium.report.live_view import LiveView
-from tests.conftest import JOBS, small_config
+from tests.conftest import JOBS, run, small_config
 
 JOB = ["simulate", str(JOBS / "quickstart")]
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["consilium", *map(str, words)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return ended.value.code
 
 
 @pytest.mark.parametrize(
@@ -289,17 +280,17 @@ def test_no_process_is_left(engine: str, number: signal.Signals, tmp_path: Path)
     workspace, command = tmp_path / "run", Path(sysconfig.get_path("scripts")) / "consilium"
     words = [str(command), *JOB, "--engine", engine, "--workspace", str(workspace), "--set", "training.rounds=50"]
     environment = os.environ | {"MARK": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    run = subprocess.Popen(words, env=environment, start_new_session=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    begun = subprocess.Popen(words, env=environment, start_new_session=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
     log = workspace / "metrics.jsonl"
     while not (log.is_file() and '"result"' in log.read_text()):
-        assert run.poll() is None
+        assert begun.poll() is None
         time.sleep(0.2)
     assert len(processes(str(tmp_path))) == 1 if engine == "inprocess" else len(processes(str(tmp_path))) > 4
-    run.send_signal(number)
-    _, error = run.communicate(timeout=60)
+    begun.send_signal(number)
+    _, error = begun.communicate(timeout=60)
     if number == signal.SIGKILL:  # nobody is left to end the others: they see it themselves
         assert psutil.wait_procs(processes(str(tmp_path)), timeout=30)[1] == []
         return
-    assert run.returncode == 130
+    assert begun.returncode == 130
     assert "interrupted; " in error.decode()
     assert processes(str(tmp_path)) == []

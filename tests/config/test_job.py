@@ -33,6 +33,7 @@ def test_every_job_of_the_project_is_valid(path: Path) -> None:
     config = load_job(path)
     assemble_job(config, path)
     assert config.name == path.parts[-4]
+    assert load_job(path.parents[2]) == config
 
 
 def test_a_study_is_not_a_job_and_the_message_names_its_base(tmp_path: Path) -> None:
@@ -216,11 +217,6 @@ def test_overrides_are_validated_like_the_file() -> None:
         load_job(JOBS / "quickstart", {"name.x.y": 0})
 
 
-def test_a_rank_without_alpha_scales_by_one(tmp_path: Path) -> None:
-    assert load_job(JOBS / "quickstart", {"adapter.rank": 16}).adapter.product_scaling == 1.0
-    assert load_job(JOBS / "quickstart", {"adapter.rank": 16, "adapter.alpha": 8}).adapter.product_scaling == 0.5
-
-
 def test_a_rank_alone_does_not_change_the_scaling_a_file_sets(tmp_path: Path) -> None:
     path = written(tmp_path)  # rank 4, alpha 4
     message = r"adapter\.rank: 16: the file has alpha 4\.0, and alpha / rank scales the adapter; set adapter\.alpha too"
@@ -229,6 +225,9 @@ def test_a_rank_alone_does_not_change_the_scaling_a_file_sets(tmp_path: Path) ->
     assert load_job(path, {"adapter.rank": 16, "adapter.alpha": 16}).adapter.product_scaling == 1.0
     assert load_job(path, {"adapter.rank": 4}).adapter.product_scaling == 1.0
     assert load_job(path, {"adapter": {"rank": 16}}).adapter.product_scaling == 1.0
+    # without alpha in the file, a rank scales by 1
+    assert load_job(JOBS / "quickstart", {"adapter.rank": 16}).adapter.product_scaling == 1.0
+    assert load_job(JOBS / "quickstart", {"adapter.rank": 16, "adapter.alpha": 8}).adapter.product_scaling == 0.5
 
 
 LLAMA = {"model_type": "llama", "attention_dropout": 0.0}
@@ -311,10 +310,6 @@ def test_a_folder_of_data_may_hold_settings_of_the_site_too(tmp_path: Path) -> N
     site = read_site_folder(tmp_path)
     assert site is not None
     assert site.datalist == tmp_path / "other.json"
-
-
-def test_a_job_folder_and_its_file_are_the_same() -> None:
-    assert load_job(JOBS / "quickstart") == load_job(JOBS / "quickstart/app/config/job.yaml")
 
 
 @pytest.mark.parametrize(

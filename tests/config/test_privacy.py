@@ -37,36 +37,14 @@ def test_a_wrong_section_is_named(section: dict, problem: str) -> None:
     assert problem in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "problem"),
-    [
-        ("federation.weighting", "samples", "federation.weighting: 'samples' with privacy.unit site would leak data sizes"),
-        ("privacy.trust", "distributed", "privacy.trust: 'distributed': a share of the noise protects nobody"),
-    ],
-)
-def test_what_does_not_go_together_is_named(field: str, value: str, problem: str) -> None:
-    private = {"privacy": {"unit": "site", "epsilon": 3, "clip": 1}, "federation.min_sites": 1}
-    with pytest.raises(ConfigError) as caught:
-        load_job(JOBS / "quickstart", private | {field: value})
-    assert problem in str(caught.value)
-
-
-def test_accumulation_has_no_place_in_dp_sgd() -> None:
-    with pytest.raises(ConfigError, match=r"training\.accumulate: .*privacy\.unit record"):
-        load_job(JOBS / "quickstart", {"privacy": {"unit": "record", "epsilon": 3}, "training.accumulate": 2})
-
-
-def test_pooled_data_have_no_site_to_protect() -> None:
-    config = load_job(JOBS / "quickstart", {"privacy": {"unit": "site", "epsilon": 3, "clip": 1}, "strategy": "centralized"})
+def test_site_level_privacy_has_equal_weights_and_no_pooled_data() -> None:
+    job, site = JOBS / "quickstart", {"privacy": {"unit": "site", "epsilon": 3, "clip": 1}}
+    with pytest.raises(ConfigError, match=r"federation\.weighting: 'samples' with privacy\.unit site would leak data sizes"):
+        load_job(job, site | {"federation.min_sites": 1, "federation.weighting": "samples"})
     with pytest.raises(ConfigError, match="privacy: strategy 'centralized'"):
-        assemble_job(config)
-
-
-def test_weights_are_uniform_at_site_level_only() -> None:
-    assert small_config("fedit").weighting == "samples"
-    site = load_job(JOBS / "quickstart", {"privacy": {"unit": "site", "epsilon": 3, "clip": 1}})
-    record = load_job(JOBS / "quickstart", {"privacy": {"unit": "record", "epsilon": 3}})
-    assert (site.weighting, record.weighting) == ("uniform", "samples")
+        assemble_job(load_job(job, site | {"strategy": "centralized"}))
+    record = {"privacy": {"unit": "record", "epsilon": 3}}
+    assert [load_job(job, one).weighting for one in ({}, site, record)] == ["samples", "uniform", "samples"]
 
 
 def test_a_sites_policy_is_read_and_its_ledger_lies_beside_it(tmp_path: Path) -> None:

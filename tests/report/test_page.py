@@ -71,23 +71,14 @@ def test_what_travelled_is_summed_by_site(page: Page) -> None:
 
 
 def test_a_page_needs_nothing_from_elsewhere(page: Page) -> None:
-    assert {tag for tag, _ in page.tags} & {
-        "script",
-        "link",
-        "iframe",
-        "object",
-        "embed",
-        "base",
-        "form",
-        "foreignobject",
-    } == set()
-    sources = [
-        value for _, attributes in page.tags for name, value in attributes.items() if name in ("src", "href", "xlink:href")
-    ]
+    active = "script link iframe object embed base form foreignobject"
+    assert {tag for tag, _ in page.tags}.isdisjoint(active.split())
+    pairs = [pair for _, attributes in page.tags for pair in attributes.items()]
+    sources = [value for name, value in pairs if name in ("src", "href", "xlink:href")]
     assert sources
     assert [one[:40] for one in sources if not one.startswith(("data:image/", "#"))] == []
     assert re.findall(r"https?:|@import|url\((?!#)", page.source) == []
-    assert [name for _, attributes in page.tags for name in attributes if name.startswith("on")] == []
+    assert [name for name, _ in pairs if name.startswith("on")] == []
     assert "default-src 'none'" in page.of("meta")[2]["content"]
 
 
@@ -140,18 +131,12 @@ def test_texts_and_lines_stand_out_from_the_ground(scheme: str) -> None:
 
 def test_names_and_reasons_of_others_are_text(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
-    add(
-        folder,
-        {"event": "refused", "site": EVIL, "round": 1, "reason": "</p><script>alert(1)</script>\u202e\x1b[31m", "time": 1.0},
+    reason, result = (
+        "</p><script>alert(1)</script>\u202e\x1b[31m",
+        {"event": "result", "site": 'font: "; id="x" $x$', "phase": 0},
     )
-    add(
-        folder,
-        {"event": "result", "site": 'font: "; id="x" $x$', "round": 0, "phase": 0, "metrics": {"train/loss": 1.0}, "time": 1.0},
-    )
-    add(
-        folder,
-        {"event": "result", "site": 'font: "; id="x" $x$', "round": 1, "phase": 0, "metrics": {"train/loss": 2.0}, "time": 1.0},
-    )
+    add(folder, {"event": "refused", "site": EVIL, "round": 1, "reason": reason, "time": 1.0})
+    add(folder, *(result | {"round": r, "metrics": {"train/loss": 1.0 + r}, "time": 1.0} for r in (0, 1)))
     cases = folder / "sites/north/cases.json"
     raw = json.loads(cases.read_text())
     cases.write_text(json.dumps(raw | {"units": [EVIL, "b", "c"], "score": EVIL, "classes": [EVIL], "job": EVIL}))

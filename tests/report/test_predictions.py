@@ -130,7 +130,8 @@ def test_a_model_without_a_result_has_no_column_and_nothing_at_all_no_file(tmp_p
     write_predictions(tmp_path / "p.png", {Stage.GLOBAL: segmented(mask), Stage.PRETRAINED: segmented(mask)})
     assert pixels(tmp_path / "p.png").shape[1] == 2 * MARGIN + 4 * PANEL + 3 * GAP
     write_predictions(tmp_path / "none.png", {})
-    assert not (tmp_path / "none.png").exists()
+    assert not join_predictions({"a": tmp_path / "none.png"}, tmp_path / "joint.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["p.png"]
 
 
 def test_the_file_is_the_users_alone(tmp_path: Path) -> None:
@@ -224,8 +225,3 @@ def test_lines_of_the_key_start_at_the_left(tmp_path: Path) -> None:
     first = [int(np.flatnonzero((line < 250).any(-1).any(0))[0]) for line in lines]
     assert first[0] == MARGIN
     assert MARGIN <= first[1] < MARGIN + 4  # a letter has a little room at its left
-
-
-def test_without_a_sites_picture_there_is_no_joint_one(tmp_path: Path) -> None:
-    assert not join_predictions({"a": tmp_path / "a.png"}, tmp_path / "joint.png")
-    assert not (tmp_path / "joint.png").exists()

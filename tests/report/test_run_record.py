@@ -161,10 +161,7 @@ def test_all_that_a_run_writes_fits(folder: Path) -> None:
     assert (read_run(folder).damaged, read_run(folder).lost_lines) == (set(), 0)
 
 
-@pytest.mark.parametrize(
-    ("event", "value"),
-    [(event, value) for event, kind in LINES.items() for value in kind.model_fields],
-)
+@pytest.mark.parametrize(("event", "value"), [(event, value) for event, kind in LINES.items() for value in kind.model_fields])
 @pytest.mark.parametrize("wrong", [None, True, {"x": "1"}, "1", 10**400], ids=["null", "true", "object", "text", "too much"])
 def test_a_value_that_is_missing_or_of_another_kind_is_damage(
     event: str, value: str, wrong: Any, folder: Path, tmp_path: Path

@@ -110,7 +110,8 @@ def test_scores_that_tell_members_apart_show_much_and_those_that_do_not_show_not
 
 
 def test_the_likelihood_ratio_is_that_of_two_gaussians() -> None:
-    """By scipy's densities: in 2 and out 0 on the mean, pooled deviation 1."""
+    """By scipy's densities: in 2 and out 0 on the mean, pooled deviation 1. A confidence is the log odds of a right answer."""
+    assert logit_confidence(np.array([math.log(2), math.log(4)])) == pytest.approx([0.0, -math.log(3)])
     shadows = np.array([[1.0, 3.0], [3.0, 1.0], [-1.0, -1.0], [1.0, 1.0]])
     included = np.array([[True, True], [True, True], [False, False], [False, False]])
     target = np.array([1.7, -0.4])
@@ -138,10 +139,6 @@ def test_with_shadow_models_only_samples_count_that_coins_decided() -> None:
         _keep_varied_samples(whole, [set(names)] * 2)  # as of private runs, which train on all
 
 
-def test_a_confidence_is_the_log_odds_of_the_right_answer() -> None:
-    assert logit_confidence(np.array([math.log(2), math.log(4)])) == pytest.approx([0.0, -math.log(3)])
-
-
 def listed(training: int, test: int, patients: int = 0) -> DataList:
     items = [Item(Path(f"{i}.png"), 0, patient=f"p{i % patients}" if patients else "") for i in range(training + test)]
     return DataList(Path("l"), {"training": tuple(items[:training]), "validation": (), "test": tuple(items[training:])})
@@ -157,12 +154,9 @@ def test_as_many_members_as_others_are_drawn() -> None:
     assert (drawn.included(trained) == drawn.members).all()
     with pytest.raises(DataError, match="5 units to compare on each side"):
         draw_units(listed(30, 5), trained, by_patient=False)
-
-
-def test_what_a_job_left_out_of_its_training_is_no_member() -> None:
-    whole = listed(40, 0)
-    trained = {key_of(item) for item in whole.splits["training"][:15]}
-    assert draw_units(whole, trained, by_patient=False).members.sum() == 15
+    left_out = listed(40, 0)  # by data.most_training
+    trained = {key_of(item) for item in left_out.splits["training"][:15]}
+    assert draw_units(left_out, trained, by_patient=False).members.sum() == 15
 
 
 def test_patients_are_units_and_must_be_on_one_side() -> None:

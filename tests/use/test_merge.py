@@ -101,14 +101,10 @@ def test_the_code_for_a_published_sam_builds_it(variant: Any, size: int, classes
     assert {name: tensor.shape for name, tensor in names["sam"].state_dict().items()} == wanted
 
 
-def test_bottlenecks_are_refused_because_no_base_has_such_layers() -> None:
-    config = small_config("fedsca")
+def test_what_the_base_has_no_place_for_is_refused() -> None:
+    config, model = small_config("fedsca"), trained(FUNDUS)
     with pytest.raises(ConfigError, match=r"^--format merged: adapter.kind 'bottleneck' adds layers .*; use bundle or onnx$"):
         export_formats.merge(build_model(config, HERE), config)
-
-
-def test_a_model_without_some_of_its_blocks_is_refused() -> None:
-    model = trained(FUNDUS)
     adapter_state.leave_out(model, {"image_encoder.blocks.2"})
     with pytest.raises(ConfigError, match=r"runs without 'image_encoder.blocks.2', .*; use bundle or onnx$"):
         export_formats.merge(model, FUNDUS)

@@ -109,7 +109,7 @@ def test_a_sites_files_are_its_users_alone(finished: Path) -> None:
     assert {p.stat().st_mode & 0o077 for p in folder.rglob("*")} == {0}
 
 
-def test_the_best_model_is_the_one_with_the_highest_score_or_the_lowest_loss(tmp_path: Path) -> None:
+def test_the_best_model_has_the_highest_score_or_the_lowest_loss_and_a_private_job_keeps_none(tmp_path: Path) -> None:
     for metric, scores, best in (("dice", [0.5, 0.7, 0.7, 0.6], 1), ("loss", [0.5, 0.2, 0.2, 0.6], 1)):
         path = tmp_path / metric
         for number, score in enumerate([*scores, float("nan"), None]):
@@ -117,9 +117,6 @@ def test_the_best_model_is_the_one_with_the_highest_score_or_the_lowest_loss(tmp
         found = read_best(path)
         assert found is not None
         assert (found[0].rounds, found[1]) == (best, scores[best])
-
-
-def test_a_private_job_keeps_no_best_model(tmp_path: Path) -> None:
     privacy = {"unit": "site", "clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5}
     config = type(small_config()).model_validate(small_config("ffa_lora").model_dump() | {"privacy": privacy})
     save_if_best(tmp_path / "best", SavedModel({"a": torch.ones(1)}, 1), config, "dice", 0.9)

@@ -97,6 +97,19 @@ def write_gguf(
     return model
 
 
+PACKED = "blk.0.ffn_up.weight"
+
+
+def write_packed(path: Path, kind: Any, spoil: Callable[[dict[str, Any]], None]) -> None:
+    """Write a Llama in which `spoil` has replaced the tensor PACKED by blocks of this kind."""
+    writer = pytest.importorskip("gguf").GGUFWriter
+    original = writer.add_tensor
+    with pytest.MonkeyPatch.context() as patch:
+        packed = lambda name: {"raw_dtype": kind} if name == PACKED else {}  # noqa: E731
+        patch.setattr(writer, "add_tensor", lambda own, name, tensor: original(own, name, tensor, **packed(name)))
+        write_gguf(path, spoil)
+
+
 def logits(model: Any) -> Tensor:
     with torch.no_grad():
         return model(input_ids=IDS).logits
@@ -120,25 +133,13 @@ def test_a_gguf_file_becomes_a_folder_with_equal_logits_and_tokens(tmp_path: Pat
 def test_quantized_blocks_are_unpacked_and_named(tmp_path: Path) -> None:
     """Q8_0's own rule: 32 numbers share a scale, max|x| / 127."""
     gguf = pytest.importorskip("gguf")
-    kept = dict[str, np.ndarray]()
+    kept, kind = dict[str, np.ndarray](), gguf.GGMLQuantizationType.Q8_0
 
     def quantize(tensors: dict[str, Any]) -> None:
-        name = "blk.0.ffn_up.weight"
-        kept["whole"] = tensors[name]
-        tensors[name] = gguf.quants.quantize(tensors[name], gguf.GGMLQuantizationType.Q8_0)
+        kept["whole"] = tensors[PACKED]
+        tensors[PACKED] = gguf.quants.quantize(tensors[PACKED], kind)
 
-    def write(path: Path) -> None:
-        original = gguf.GGUFWriter.add_tensor
-
-        def add(self: Any, name: str, tensor: Any, **more: Any) -> None:
-            more |= {"raw_dtype": gguf.GGMLQuantizationType.Q8_0} if tensor.dtype == np.uint8 else {}
-            original(self, name, tensor, **more)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gguf.GGUFWriter, "add_tensor", add)
-            write_gguf(path, quantize)
-
-    write(tmp_path / "q8.gguf")
+    write_packed(tmp_path / "q8.gguf", kind, quantize)
     made = import_model(tmp_path / "q8.gguf", tmp_path / "q8")
     got = build_causal_lm("folder", tmp_path / "q8").model.layers[0].mlp.up_proj.weight.detach().numpy()
     blocks = kept["whole"].reshape(-1, 32)
@@ -154,20 +155,12 @@ def test_a_q4_1_block_is_its_scale_times_a_nibble_plus_its_least_number(tmp_path
     Byte j holds number j in its low four bits and number j + 16 in its high ones. A number is d x nibble + m.
     """
     gguf = pytest.importorskip("gguf")
-    name, original = "blk.0.ffn_up.weight", gguf.GGUFWriter.add_tensor
     # d = 0.5 (0x3800) and m = -2 (0xC000), little-endian; byte j is j in its low nibble and 15 - j in its high one
     block = bytes([0x00, 0x38, 0x00, 0xC0, *(j + 16 * (15 - j) for j in range(16))])
     wanted = [0.5 * j - 2 for j in range(16)] + [0.5 * (15 - j) - 2 for j in range(16)]
     assert wanted[:3] + wanted[-2:] == [-2.0, -1.5, -1.0, -1.5, -2.0]
-
-    def add(self: Any, named: str, tensor: Any, **more: Any) -> None:
-        more |= {"raw_dtype": gguf.GGMLQuantizationType.Q4_1} if named == name else {}
-        original(self, named, tensor, **more)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf.GGUFWriter, "add_tensor", add)
-        rows = np.frombuffer(block * 64, np.uint8).reshape(64, 20)  # 64 rows of 32 numbers: a block a row
-        write_gguf(tmp_path / "q4.gguf", lambda tensors: tensors.update({name: rows}))
+    rows = np.frombuffer(block * 64, np.uint8).reshape(64, 20)  # 64 rows of 32 numbers: a block a row
+    write_packed(tmp_path / "q4.gguf", gguf.GGMLQuantizationType.Q4_1, lambda tensors: tensors.update({PACKED: rows}))
     made = import_model(tmp_path / "q4.gguf", tmp_path / "q4")
     got = build_causal_lm("folder", tmp_path / "q4").model.layers[0].mlp.up_proj.weight
     assert got.tolist() == [wanted] * 64
@@ -351,14 +344,8 @@ def test_another_template_is_the_remedy_for_one_that_fails(tmp_path: Path) -> No
         (lambda f: _edit(f, "adapter_config.json", r=3), "does not fit this base"),
         (lambda f: _edit(f, "adapter_config.json", r=10**8), "a rank of 100000000 does not fit this base"),
         (lambda f: _edit(f, "adapter_config.json", init_lora_weights="pissa"), "its base is not the original one"),
-        (
-            lambda f: _edit(f, "adapter_config.json", target_modules=ENDLESS_NAME),
-            "target_modules: .* is not a name",
-        ),
-        (
-            lambda f: _edit(f, "adapter_config.json", rank_pattern={ENDLESS_NAME: 2}),
-            "rank_pattern: .* is not a name",
-        ),
+        (lambda f: _edit(f, "adapter_config.json", target_modules=ENDLESS_NAME), "target_modules: .* is not a name"),
+        (lambda f: _edit(f, "adapter_config.json", rank_pattern={ENDLESS_NAME: 2}), "rank_pattern: .* is not a name"),
         (lambda f: (f / "adapter_model.safetensors").write_bytes(b"x"), "does not belong to this base"),
         (lambda f: (f / "adapter_config.json").write_text("{"), r"adapter_config\.json: not valid JSON"),
         (lambda f: (f / "adapter_config.json").write_text("[]"), r"adapter_config\.json: no JSON map, but \[\]"),
@@ -411,10 +398,7 @@ def test_an_adapter_as_source_names_the_option(tmp_path: Path, monkeypatch: pyte
     ("spoil", "message"),
     [
         (lambda t: t.pop("blk.1.ffn_up.weight"), "lacks 'model.layers.1.mlp.up_proj.weight'"),
-        (
-            lambda t: t.update({"blk.0.attn_q.bias": np.ones(32, np.float32)}),
-            "32 numbers of it are left out by transformers",
-        ),
+        (lambda t: t.update({"blk.0.attn_q.bias": np.ones(32, np.float32)}), "32 numbers of it are left out by transformers"),
         (
             lambda t: t.update({"blk.2.attn_norm.weight": np.ones(32, np.float32)}),
             "32 numbers of it are left out by transformers",

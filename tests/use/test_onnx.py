@@ -12,12 +12,7 @@ from tests.use.handing import CELLS, FUNDUS, changed, loaded, trained
 
 BOXES = changed(FUNDUS, task={"classes": ["a", "b"], "prompt": "box"})
 POINTS = changed(FUNDUS, task={"classes": ["a", "b"], "prompt": "point"})
-JOBS = {
-    "boxes": BOXES,
-    "points": POINTS,
-    "bottlenecks, not merged": small_config("fedsca"),
-    "a classifier": CELLS,
-}
+JOBS = {"boxes": BOXES, "points": POINTS, "bottlenecks, not merged": small_config("fedsca"), "a classifier": CELLS}
 
 
 @pytest.mark.slow  # the exporter takes seconds for each
@@ -37,12 +32,9 @@ def test_graphs_answer_the_same_in_onnxruntime(name: str, tmp_path: Path, monkey
     assert float((found - wanted).abs().max()) <= export_formats.tolerance(model, wanted)
 
 
-def test_language_models_are_refused_with_the_reason() -> None:
+def test_what_has_no_graph_is_said_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"^--format onnx: a language model generates token by token .*; use merged"):
         export_formats.check_onnx(small_text())
-
-
-def test_a_missing_extra_is_one_line_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export_formats, "find_spec", lambda name: None if name == "onnxscript" else object())
     with pytest.raises(ConfigError, match=r"^--format onnx: needs onnxscript, .*; run: pip install 'consilium-flare\[onnx\]'$"):
         export_formats.check_onnx(FUNDUS)

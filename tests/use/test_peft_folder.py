@@ -33,13 +33,7 @@ def of_folder(tmp_path: Path, **adapter: Any) -> tuple[JobConfig, SiteConfig]:
     base = save_folder(tmp_path / "checkpoints" / "base")
     (base / "chat_template.jinja").write_text(TEMPLATE)
     (base / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
-    model = {
-        "name": "causal_lm",
-        "variant": "folder",
-        "max_length": 64,
-        "checkpoint": str(base),
-        "config": config_of(base),
-    }
+    model = {"name": "causal_lm", "variant": "folder", "max_length": 64, "checkpoint": str(base), "config": config_of(base)}
     config = changed(small_text(), model=model, adapter={"rank": 2, "alpha": 6, **adapter})
     return config, SiteConfig(device="cpu", checkpoints=tmp_path / "checkpoints")
 

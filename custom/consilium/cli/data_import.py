@@ -28,8 +28,6 @@ from consilium.data.text import has_texts
 from consilium.federation.site_names import MOST_SITES
 from consilium.report.tables import Table, columns
 
-CLUSTERS = "consilium.models.causal_lm.text_embeddings:text_clusters"
-
 
 def data_import(
     name: Annotated[str, typer.Argument(help="name of a data set; --list shows all names")] = "",
@@ -182,8 +180,8 @@ def data_partition(
                     "--clusters: take 2 or more, and without --by": clusters == 1 or (clusters and by),
                 }
             )
-            kinds = partial(call, CLUSTERS, clusters, model, seed) if clusters else None
-            found = partition_texts(source, folder, sites, shares, seed, minimum, by, kinds, local)
+            kinds = partial(call, "consilium.models.causal_lm.text_embeddings:text_clusters", clusters, model, seed)
+            found = partition_texts(source, folder, sites, shares, seed, minimum, by, kinds if clusters else None, local)
         else:
             raise_first(
                 {

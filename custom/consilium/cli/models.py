@@ -13,6 +13,8 @@ from consilium.use.export import Format, check_exportable, export
 from consilium.use.export_folder import check_destination
 from consilium.use.model import adapter_folder, open_model
 
+GIB = 2**30
+
 
 def export_model(
     model: ModelArgument,
@@ -67,9 +69,9 @@ def models_import(
 ) -> None:
     """Check a language model and write it as a folder that jobs can name, with a record of its origin. Uses no network."""
     made = import_model(source, output, adapter, template, licence)
+    gib = [size / GIB for size in (made.stored, 4 * made.parameters)]
     typer.echo(f"{shown(output, LONGEST_LINE)}: {made.parameters:,} parameters, licence {shown(made.licence, 80)}")
-    sizes = f"{made.stored / 2**30:.2f} GiB on disk, {4 * made.parameters / 2**30:.2f} GiB as float32 in a run"
-    typer.echo(f"memory: {sizes}; `consilium fit JOB` adds a step's")
+    typer.echo(f"memory: {gib[0]:.2f} GiB on disk, {gib[1]:.2f} GiB as float32 in a run; `consilium fit JOB` adds a step's")
     for note in made.notes:
         typer.echo(f"note: {shown(note, LONGEST_LINE)}", err=True)
     typer.echo(

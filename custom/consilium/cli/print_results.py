@@ -20,8 +20,6 @@ from consilium.report.run_record import read_run
 from consilium.report.tables import Table
 from consilium.report.untrusted_files import read_json
 
-METRICS_NOTE = "Scores above are of a simulation; no noise protects them, and in a deployment they stay at the site."
-
 
 def privacy_claim_text(folder: Path) -> str | None:
     """Return the privacy claim of the finished run in `folder`; None for a run without privacy."""
@@ -83,7 +81,10 @@ def print_results(
             if told := no_improvement_warning(record):
                 yield rich_line(told, "yellow", limit=1000)
             if claim := privacy_claim_text(folder):
-                yield f"Privacy: {claim}. {METRICS_NOTE}"
+                yield (
+                    f"Privacy: {claim}. Scores above are of a simulation; no noise protects them, and in a deployment they "
+                    "stay at the site."
+                )
             files += [PREDICTIONS] * (folder / PREDICTIONS).is_file()
         yield f"Everything of this run: {folder} ({', '.join(files)})"
 

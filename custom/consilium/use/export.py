@@ -255,17 +255,16 @@ TASKS = {"causal_lm": "CAUSAL_LM", "text_encoder": "FEATURE_EXTRACTION"}
 """PEFT's task type for each kind of model."""
 TAGS = {"causal_lm": "text-generation", "text_encoder": "text-classification"}
 """The pipeline tag of model hubs for each kind of model."""
-WITH_POOLER = ("bert",)
-"""Architectures whose classifier in `transformers` is a linear layer on the encoder's pooled output, as our classifier is."""
 
 
 def is_sequence_classifier(config: JobConfig) -> bool:
-    """Return whether AutoModelForSequenceClassification can build this model, including its head."""
+    """Return whether AutoModelForSequenceClassification can build this model, including its head.
+
+    Of BERT its head is a linear layer on the encoder's pooled output, as our classifier is; of other architectures it is not.
+    """
     model = config.model
     return (
-        isinstance(model, TextEncoderConfig)
-        and model.features == "pooled"
-        and (model.config or {}).get("model_type") in WITH_POOLER
+        isinstance(model, TextEncoderConfig) and model.features == "pooled" and (model.config or {}).get("model_type") == "bert"
     )
 
 

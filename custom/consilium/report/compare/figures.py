@@ -117,8 +117,6 @@ CURVES = 6
 FEWEST = 2
 """Fewest values that are numbers, for an axis to be drawn along."""
 BARS = "Bars are the standard deviation over seeds, as ± in the tables."
-WRAP = 34
-"""Characters per line of a legend."""
 FORMATS = {"png": {"Software": None}, "pdf": {"CreationDate": None, "Creator": None, "Producer": None}, "svg": {"Date": None}}
 """File endings of a picture, each with the metadata to remove, so that the same command writes equal files each time."""
 STYLE: dict[Any, Any] = {
@@ -148,8 +146,8 @@ def style(index: int) -> dict[str, Any]:
     return {"color": colour, "marker": marker, "linestyle": LINES[index % len(LINES)]}
 
 
-def wrap_name(text: str, width: int = WRAP) -> str:
-    """Return a name in lines of at most `width` characters."""
+def wrap_name(text: str, width: int = 34) -> str:
+    """Return a name in lines of at most `width` characters, by default those of a legend."""
     return textwrap.fill(shown(text), width)
 
 
