@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
+from unittest.mock import Mock
 
 import pytest
 import typer
 import yaml
 
 from consilium.cli.main import app, main
+from consilium.core.errors import ConfigError
+from consilium.core.lazy import resolve
 from tests.conftest import small_config
 
 NUMBERS = ("nan", "inf", "-inf", "-1", "0", "1e400", "x", "9" * 40, "")
@@ -51,7 +54,9 @@ def commands(group: Any = None, words: tuple[str, ...] = ()) -> Iterator[tuple[t
         if hasattr(command, "commands"):
             yield from commands(command, (*words, name))
         else:
-            yield (*words, name), command
+            own = typer.Typer(add_completion=False)
+            own.command(name)(resolve(command.target))  # the program imports a command's module only when it is called
+            yield (*words, name), typer.main.get_command(own)
 
 
 def odd_values(parameter: Any) -> tuple[str, ...]:
@@ -59,6 +64,8 @@ def odd_values(parameter: Any) -> tuple[str, ...]:
     if parameter.name in ("help", "format") or getattr(parameter, "is_flag", False):
         return ("x",) if parameter.name == "format" else ()
     kind = str(parameter.type_descriptor.annotation).lower()
+    if parameter.name == "passphrase_file":  # a shell's <(command) is a pipe, which is waited for
+        return tuple(value for value in PATHS if value != "pipe")
     return PATHS if "path" in kind else NUMBERS if "int" in kind or "float" in kind else TEXTS
 
 
@@ -90,6 +97,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(small_config(rounds=1, local_steps=1).model_dump()))
     monkeypatch.setattr("consilium.runtime.engine.simulate", lambda job, sites, folder, *rest: no_results(folder))
     monkeypatch.setattr("consilium.cli.simulate.Simulator", NoSimulator)
+    monkeypatch.setattr("consilium.cli.poc._start_and_wait", Mock(side_effect=ConfigError("no federation is started")))
     return tmp_path
 
 
@@ -152,7 +160,7 @@ def test_an_odd_argument_is_answered_in_a_line(
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
         shown = capsys.readouterr()
-        assert ended.value.code in (0, 1, 2), (value, shown)
+        assert ended.value.code in ((2,) if value in NUMBERS[:3] else (0, 1, 2)), (value, shown)
         assert time.process_time() - began < SECONDS, value
         assert "Traceback" not in shown.out + shown.err
         assert "\x1b" not in shown.out + shown.err
@@ -163,6 +171,7 @@ def test_an_odd_argument_is_answered_in_a_line(
 def test_the_walk_finds_the_commands() -> None:
     names = {" ".join(words) for words, _ in commands()}
     assert {"simulate", "cost", "data check", "data import", "privacy ledger", "doctor", "submit", "audit"} <= names
+    assert len(CASES) > 200
 
 
 def test_json_stays_json(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

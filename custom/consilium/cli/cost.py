@@ -12,7 +12,6 @@ from consilium.cli.options import (
     JobArgument,
     SetOption,
     TflopsOption,
-    check_finite,
     emit,
     gpu_hours,
     load,
@@ -128,7 +127,6 @@ def fit(
     format: FormatOption = "txt",
 ) -> None:
     """Predict the peak memory of a training step, and which changes reduce it. Needs no weights and no GPU."""
-    check_finite(within=within)
     problems = {
         "--device cpu: is for one process; leave --devices and --sharded out": device == "cpu" and devices > 1,
         "--sharded: is for several devices; give --devices too": sharded and devices == 1,

@@ -10,7 +10,6 @@ import typer
 
 from consilium.cli.options import (
     FormatOption,
-    check_finite,
     emit,
     site_yaml_lines,
 )
@@ -33,8 +32,10 @@ def data_import(
     name: Annotated[str, typer.Argument(help="name of a data set; --list shows all names")] = "",
     source: Annotated[Path | None, typer.Argument(help="folder with the unpacked data set; csv: the file")] = None,
     dest: Annotated[Path | None, typer.Argument(metavar="DEST", help="folder for a folder per site and import.json")] = None,
-    validation: Annotated[float, typer.Option(help="share of patients, if the data set has no validation split")] = 0.1,
-    test: Annotated[float, typer.Option(help="share of patients, if the data set has no test split")] = 0.2,
+    validation: Annotated[
+        float, typer.Option(min=0, max=1, help="share of patients, if the data set has no validation split")
+    ] = 0.1,
+    test: Annotated[float, typer.Option(min=0, max=1, help="share of patients, if the data set has no test split")] = 0.2,
     seed: Annotated[int, typer.Option(min=0, help="seed of the random splits")] = 0,
     sites: Annotated[
         int,
@@ -89,7 +90,6 @@ def data_import(
 
     All samples of a patient are in the same split.
     """
-    check_finite(validation=validation, test=test)
     if show or not name:
         layouts = {key: one.layout for key, one in IMPORTERS.items()}
         emit(layouts, (f"{key}: {layout}" for key, layout in layouts.items()), format)
@@ -170,7 +170,6 @@ def data_partition(
     format: FormatOption = "txt",
 ) -> None:
     """Distribute a classification data set, or texts, unevenly over sites, with one test split for all (except --local)."""
-    check_finite(beta=beta)
     shares = None if iid else beta
     with clean_up_on_failure(folder):
         if has_texts(source) or source.suffix == ".jsonl":
@@ -225,7 +224,6 @@ def data_phantoms(
     format: FormatOption = "txt",
 ) -> None:
     """Generate data of sites that differ in appearance and annotation, for `consilium simulate --data FOLDER`."""
-    check_finite(appearance=appearance, annotation=annotation)
     raise_first(
         {
             f"--kind: {kind!r} is not one of {', '.join(KINDS)}": kind not in KINDS,

@@ -14,7 +14,6 @@ from consilium.cli.options import (
     FormatOption,
     KitPluginsOption,
     SetOption,
-    check_finite,
     emit,
     load_for_data,
     site_yaml_lines,
@@ -239,7 +238,6 @@ def data_split(
 
     All samples of a patient, a study and a volume are in the same split.
     """
-    check_finite(validation=validation, test=test)
     if folds == 1 or (folds and keep_test):
         raise ConfigError("--folds: take 2 or more, and without --keep-test")
     lists = find_data_sets(source)

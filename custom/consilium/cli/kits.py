@@ -142,6 +142,8 @@ def update_kit(
 # lock ------------------------------------------------------------------------------------------------------------------
 # The commands `consilium lock` and `consilium unlock`.
 
+MOST_PASSPHRASE = 4096
+"""Characters of a passphrase, at most."""
 PassphraseOption = Annotated[
     Path | None, typer.Option("--passphrase-file", help="file with the passphrase in its first line; default: ask for it")
 ]
@@ -196,7 +198,8 @@ def _passphrase(file: Path | None, confirm: bool = False, label: str = "Passphra
         if stat.S_ISREG(mode) and mode & 0o077 and str(path.parent) != os.environ.get("CREDENTIALS_DIRECTORY"):
             _warn(f"{path}: mode {stat.S_IMODE(mode):o}: others can read the passphrase; run `chmod 600 {path}`")
         try:
-            return path.read_text(encoding="utf-8").partition("\n")[0].strip("\r")
+            with path.open(encoding="utf-8") as opened:  # maybe a pipe, or a device without an end
+                return opened.readline(MOST_PASSPHRASE).rstrip("\n")
         except UnicodeDecodeError:
             raise ConfigError(f"{path}: not text in UTF-8; give a file whose first line is the passphrase") from None
     if not sys.stdin.isatty():

@@ -1,7 +1,6 @@
 """Options and output that several commands share."""
 
 import json
-import math
 import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -121,13 +120,6 @@ def table_console() -> Console:
 def gpu_hours(flops: float, tflops: float) -> float:
     """Return the GPU hours of `flops` at `tflops` trillion FLOPs per second."""
     return flops / (tflops * 1e12) / 3600
-
-
-def check_finite(**values: float | None) -> None:
-    """Raise ConfigError for an option that is NaN or infinite, because typer's bounds accept NaN."""
-    for name, value in values.items():
-        if value is not None and not math.isfinite(value):
-            raise ConfigError(f"--{name.replace('_', '-')}: {value}: expected a finite number")
 
 
 def load(job: Path, overrides: list[str], plugins: Plugins = None, author: bool = True) -> tuple[JobConfig, Path]:

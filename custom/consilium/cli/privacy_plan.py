@@ -10,7 +10,6 @@ import typer
 
 from consilium.cli.options import (
     FormatOption,
-    check_finite,
     emit,
 )
 from consilium.config.privacy import RecordLevelDpConfig, SiteLevelDpConfig
@@ -66,7 +65,6 @@ def plan(
     the one that DEeR's code takes for this epsilon, counting batches of images at delta 1 / sites. The epsilons shown are those
     that this noise really guarantees.
     """
-    check_finite(epsilon=epsilon, delta=delta, clip=clip)
     wanted = ("exact", "prv", "rdp") if accountant == "all" else (accountant,)
     paper = calibration == "paper"
     shares = None if paper else _count_honest_shares(sites, threshold, colluders)
