@@ -150,7 +150,7 @@ def test_a_round_that_was_repeated_counts_once(tmp_path: Path) -> None:
             log.record_phase_end(state, [SITES[number]])
             log.record_diagnostics(state, {"drift": float(number)})
         log.close()
-    assert (log._curves, log.trained) == ([{"drift": 1.0}], {SITES[1]})
+    assert (log._curves, log.trained) == ({1.0: {"drift": 1.0}}, {SITES[1]})
 
 
 def test_all_that_a_run_writes_fits(folder: Path) -> None:
