@@ -42,6 +42,12 @@ def test_the_same_data_elsewhere_are_the_same(make: Callable[[Path], Path], tmp_
     assert len(fingerprint(there)) == 16
 
 
+def test_a_hidden_file_of_a_file_browser_changes_nothing(tmp_path: Path) -> None:
+    before = fingerprint(listed(tmp_path))
+    (tmp_path / "scan/.DS_Store").write_bytes(b"x")
+    assert fingerprint(tmp_path / "datalist.json") == before
+
+
 def grow(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b" ")
 

@@ -40,6 +40,8 @@ def fingerprint(path: Path) -> str:
 
 
 def _name_and_size(path: Path) -> list[Any]:
-    """Return [name, [[file name, size]]] of a file; for a folder of DICOM files, of all its files."""
-    files = sorted(one for one in path.iterdir() if one.is_file()) if path.is_dir() else [path]
+    """Return [name, [[file name, size]]] of a file; for a folder of DICOM files, of its files that are not hidden."""
+    files = [path]
+    if path.is_dir():  # file browsers write hidden files, such as macOS's .DS_Store
+        files = sorted(one for one in path.iterdir() if one.is_file() and not one.name.startswith("."))
     return [path.name, [[one.name, one.stat().st_size] for one in files]]
