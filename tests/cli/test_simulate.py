@@ -44,6 +44,8 @@ JOB = ["simulate", str(JOBS / "quickstart")]
         (["--set", "x=" + "[" * 3000], "the value is not valid YAML"),
         (["--workspace", "file"], "--workspace: file: cannot be made (File exists)"),
         (["--workspace", "a b", "--engine", "flare"], "a path without spaces, quotes and #"),
+        (["--together", "2", "--workers", "2"], "--together: only in one process; leave --workers and --engine out"),
+        (["--together", "2", "--engine", "flare"], "--together: only in one process; leave --workers and --engine out"),
         (["--workspace", "w" * 300], "cannot be made (File name too long)"),
         (["--format", "xml"], "consilium simulate: Invalid value for '--format': 'xml' is not one of 'txt', 'json'"),
     ],

@@ -67,6 +67,8 @@ def why_one_by_one(job: Job) -> str:
     config, traits = job.config, job.strategy.traits
     hindrances = {
         "privacy: takes a gradient of each record": config.dpsgd is not None,
+        f"strategy {job.strategy.name!r} trains in one place": traits.pools_data,
+        f"strategy {job.strategy.name!r} leaves out other blocks of the base at each site": traits.skips_blocks,
         f"strategy {job.strategy.name!r} looks into each site's model": bool(traits.parts),
         f"strategy {job.strategy.name!r} reads gradients before it trains": traits.probe_fraction > 0,
         "task.learn is preference, which also runs the base": getattr(config.task, "learn", "") == "preference",
