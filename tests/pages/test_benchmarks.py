@@ -4,6 +4,8 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
+from tests.benchmarks import commands
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -15,3 +17,9 @@ def test_every_command_of_the_page_is_there() -> None:
     assert len(modules) > 10
     assert [one for one in sorted(modules) if find_spec(one) is None] == []
     assert [one for one in sorted(studies) if not (ROOT / "jobs/studies" / f"{one}.yaml").is_file()] == []
+
+
+def test_the_commands_that_the_benchmark_leaves_out_and_calls_exist() -> None:
+    found = set(commands.names())
+    assert found >= commands.LOADS_TORCH
+    assert [call for call in commands.CALLS if not {call.split()[0], " ".join(call.split()[:2])} & found] == []

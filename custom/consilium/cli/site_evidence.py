@@ -152,7 +152,8 @@ def evidence_files(experiment: str, kit: Path) -> dict[str, bytes]:
     if void := [entry for entry in entries if entry.is_void]:
         named = ", ".join(sorted({shown(entry.job) for entry in void}))
         warnings.append(f"{len(void)} rows of the ledger (jobs {named}) are {VOID}. They still count")
-    installed = sorted({f"{one.metadata['Name']}=={one.version}" for one in distributions() if one.metadata["Name"]})
+    described = [one.metadata for one in distributions()]  # each reading of `metadata` parses the package's file anew
+    installed = sorted({f"{one['Name']}=={one['Version']}" for one in described if one["Name"]})
     packages = "\n".join([f"python=={sys.version.split()[0]}", *installed, ""])
     bold = "".join(f"**{one}.**\n\n" for one in warnings)
     claims = CLAIMS.format(site=kit_name(kit), experiment=experiment, intact=intact, warnings=bold)
