@@ -45,7 +45,7 @@ NOT_RUN = {
     "custom/consilium/privacy/secure-aggregation.md": ["consilium privacy sums KIT"],
     "custom/README.md": ["ruff check .", "python -m build"],
     "custom/recipes.md": ["pip install -e ./my-algorithms"],
-    "custom/consilium/use/README.md": ["consilium submit", "lm_eval run"],
+    "custom/consilium/use/README.md": ["consilium submit", "lm_eval run", "python3 -m venv converter"],
     "provisioning/README.md": ["consilium poc jobs/quickstart_cells", "consilium allow /tmp/nvflare"],
     "provisioning/engineer.md": [
         "consilium lock",

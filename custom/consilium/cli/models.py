@@ -22,7 +22,7 @@ def export_model(
         Format,
         typer.Option(
             "--format",
-            help="peft: the adapter alone; merged: all weights (llama.cpp reads them); bundle: for MONAI; onnx: ONNX graphs",
+            help="peft: the adapter alone; merged: all weights (llama.cpp converts them); bundle: for MONAI; onnx: ONNX graphs",
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="new folder for the export")],
