@@ -3,6 +3,7 @@
 import itertools
 import logging
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,15 @@ def speaking(template: str) -> Any:
     return tokenizer
 
 
+def numbered(template: str) -> Any:
+    """Return the tiny tokenizer with SPECIAL in this order, whose numbers of tokens SUMS adds."""
+    tokenizer = chatting(template)
+    tokenizer = type(tokenizer).from_pretrained(tokenizer.name_or_path)
+    tokenizer.add_tokens(list(SPECIAL), special_tokens=True)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
 def encoder(template: str, most: int = 1000, **more: Any) -> Encoder:
     return Encoder(speaking(template), most, "chat", **more)
 
@@ -99,14 +109,49 @@ def learned(made: Encoder, text: Text) -> str:
 )  # fmt: skip
 @pytest.mark.parametrize("text", [ONE, TWO], ids=["one turn", "two turns"])
 def test_learned_tokens_are_those_of_trls_assistant_masks(name: str, template: str, text: Text) -> None:
-    tokenizer = chatting(template)  # TRL's numbers are of the tiny tokenizer with SPECIAL in this order
-    tokenizer = type(tokenizer).from_pretrained(tokenizer.name_or_path)
-    tokenizer.add_tokens(list(SPECIAL), special_tokens=True)
-    tokenizer.chat_template = template
-    found = Encoder(tokenizer, 1000, "chat").encode_record(text)
+    found = Encoder(numbered(template), 1000, "chat").encode_record(text)
     runs = [len(list(group)) for _, group in itertools.groupby(label != IGNORED for label in found.labels)]
     key = (name, 1 + len(text.history))
     assert (runs, sum(found.ids)) == (TRL[key], SUMS[key])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed: pip install trl into an environment of its own")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama3",
+        "gemma",
+        "gemma3",
+        "phi3",
+        "phi3_5",
+        "qwen3_instruct_2507",
+        "qwen3_vl",
+        "qwen2_5_vl",
+        "lfm2",
+        "lfm2_v2",
+        "lfm2_2_5",
+    ],
+)
+@pytest.mark.parametrize("text", [ONE, TWO], ids=["one turn", "two turns"])
+def test_masks_equal_those_that_trl_computes_here(name: str, text: Text) -> None:
+    """As its SFTTrainer does with assistant_only_loss: by TRL's training template, for the templates that TRL ships."""
+    from trl import chat_template_utils as trl
+
+    tokenizer = numbered((Path(trl.__file__).parent / f"chat_templates/{name}.jinja").read_text())
+    pairs = [*text.history, (text.instruction, text.outputs[0])]
+    turns = [{"role": role, "content": said} for pair in pairs for role, said in zip(("user", "assistant"), pair, strict=True)]
+    template = trl.get_training_chat_template(tokenizer)
+    wanted = tokenizer.apply_chat_template(
+        turns, chat_template=template, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    found = Encoder(tokenizer, 1000, "chat").encode_record(text)
+    masks, key = wanted["assistant_masks"], (name.removesuffix("_instruct_2507"), 1 + len(text.history))
+    assert found.ids == wanted["input_ids"]
+    assert [label != IGNORED for label in found.labels] == [bool(one) for one in masks]
+    if key in TRL:  # the numbers of the test above
+        assert [len(list(group)) for _, group in itertools.groupby(masks)] == TRL[key]
+        assert sum(wanted["input_ids"]) == SUMS[key]
 
 
 def test_a_conversation_is_written_as_the_tokenizer_writes_it() -> None:
