@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, PreTrainedTokenizerFast
 
-from consilium.config.job import JobConfig
+from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError, DataError
 from consilium.core.storage import checkpoint_hash
@@ -26,6 +26,7 @@ from consilium.federation.job_assembly import assemble_job, build_model, build_t
 from consilium.runtime.engine import simulate
 from consilium.tasks.registry import TASKS
 from consilium.use import export_formats
+from consilium.use.base_model_import import import_model
 from consilium.use.export import export
 from consilium.use.model import open_model
 from tests.conftest import run, small_text
@@ -174,11 +175,23 @@ def test_the_exported_folders_open_with_transformers_and_peft_alone(tmp_path: Pa
     page = (folder / "README.md").read_text()
     assert "pipeline_tag: text-classification" in page
     assert "head.safetensors" not in page
+    for part in ("the order of the classes: effusion, normal, pneumonia.", "cut at their end, to 24 tokens"):
+        assert part in page
     merged = export(open_model(adapter, own=own), "merged", tmp_path / "merged", own).folder
     code = (merged / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
     named: dict[str, Any] = {}
     exec(code.replace('"."', repr(str(merged))).replace('"head.safetensors"', repr(str(merged / "head.safetensors"))), named)
     torch.testing.assert_close(named["logits"](**inputs), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_import_of_an_encoder_names_the_model_section_that_needs_none(tmp_path: Path) -> None:
+    base = save_encoder(tmp_path / "base", head=True)
+    with pytest.raises(ConfigError, match=r"SOURCE: .*'bert' is a text encoder, which needs no import") as found:
+        import_model(base, tmp_path / "made")
+    section = yaml.safe_load(str(found.value).partition("job.yaml: ")[2])["model"] | {"features": "mean", "max_length": 24}
+    whole = {"name": "types", "strategy": {"name": "fedit"}, "model": section, "training": {"rounds": 1, "local_steps": 1}}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(whole | {"task": {"name": "classification", "classes": CLASSES}}))
+    assert build_model(load_job(tmp_path / "job.yaml", author=True), SiteConfig(checkpoints=tmp_path)) is not None
 
 
 def test_a_model_on_the_mean_keeps_its_head_in_a_file(tmp_path: Path) -> None:

@@ -361,7 +361,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: (_tensor(f, lambda s: s.pop("lm_head.weight")), _edit(f, "config.json", tie_word_embeddings=False)),
         r"tie_word_embeddings: false: .* write true there",
     ),
-    "architecture": (lambda f: _edit(f, "config.json", model_type="bert"), "another architecture than its config"),
+    "architecture": (lambda f: _edit(f, "config.json", model_type="qwen3"), "another architecture than its config"),
     "unknown": (lambda f: _edit(f, "config.json", model_type="my_own"), r"'my_own'"),
     "vocabulary": (lambda f: _edit(f, "tokenizer_config.json", eos_token="<beyond>"), r"of the model's 512 tokens"),
     "tokenizer": (lambda f: (f / "tokenizer.json").unlink(), r"no tokenizer to read"),

@@ -32,6 +32,7 @@ from consilium.core.storage import PUBLIC, file_hash, write_atomic
 from consilium.data.safe_open import read_text
 from consilium.models.architecture import gguf_files, refuse_adapter
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer, restore_conv1d
+from consilium.models.text_encoder import TextEncoderConfig
 from consilium.models.transformers_folder import shorten_error
 from consilium.models.untrusted_folder import INDEX, WEIGHTS, name_field_in_errors, plain_file, read_json
 from consilium.models.weight_files import quiet_transformers, save_text_model
@@ -251,6 +252,11 @@ def _load_folder(source: Path) -> _Source:
         raise CheckpointError(f"SOURCE: {source}: no such folder or GGUF file; give a GGUF file or a transformers folder")
     refuse_adapter(source)
     config = read_json(source, "config.json")
+    if (kind := config.get("model_type")) in TextEncoderConfig.apart and not config.get("is_decoder"):
+        raise ConfigError(
+            f"SOURCE: {source}: {kind!r} is a text encoder, which needs no import; name the folder in job.yaml: "
+            f"model: {{name: text_encoder, variant: folder, checkpoint: {source}, config: {source}}}"
+        )
     try:
         model = build_causal_lm("folder", source, config)
     except CheckpointError as error:

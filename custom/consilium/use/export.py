@@ -239,11 +239,14 @@ Logits are in the order of the classes: {{ classes | join(", ") }}
 
 
 def _describe_inputs(config: JobConfig) -> str:
-    """For a task on pictures, return how pictures become inputs, and the order of the logits. "" for others."""
+    """Return how pictures or reports become inputs, and the order of the logits. "" for models that write texts."""
     task: Any = config.task
+    classes, crop = [markdown_cell(name) for name in getattr(task, "classes", ())], getattr(task, "crop", None)
+    if isinstance(config.model, TextEncoderConfig):
+        order = f"Logits are in the order of the classes: {', '.join(classes)}."
+        return f"{order} Texts are cut at their end, to {config.model.max_length} tokens with the tokenizer's special tokens."
     if not config.model.image_side or getattr(task, "resize", None) is None:
         return ""
-    classes, crop = [markdown_cell(name) for name in getattr(task, "classes", ())], getattr(task, "crop", None)
     return _INPUTS.render(task=task, side=config.model.image_side, padding=config.model.padding, classes=classes, crop=crop)
 
 
