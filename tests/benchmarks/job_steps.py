@@ -179,25 +179,26 @@ def bench(
 
 
 def _ways(job: Job, site: SiteConfig, task: Task, plain: Task, steps: int) -> list[Way]:
-    config, (model, params) = job.config, _loaded(job, site)
+    config, (model, params) = job.config, loaded(job, site)
     batches = _batches(task, config, steps)
     ready: Any = PreloadedTask(task, batches, task.num_samples)
     enable_embedding_cache(config, model, task)
     ways = [
-        Way("job", lambda count: _ours(model, task, params, config, count), model),
-        Way("ready", lambda count: _ours(model, ready, params, config, count), model),
-        _bare(config, _loaded(job, site), PreloadedTask(plain, batches, task.num_samples)),
+        Way("job", lambda count: take_steps(model, task, params, config, count), model),
+        Way("ready", lambda count: take_steps(model, ready, params, config, count), model),
+        _bare(config, loaded(job, site), PreloadedTask(plain, batches, task.num_samples)),
     ]
     if getattr(config.model, "attention", "") == "fused":
         other = replace(
             job, config=config.model_copy(update={"model": config.model.model_copy(update={"attention": "original"})})
         )
-        slow, own = _loaded(other, site)
-        ways.append(Way("original", lambda count: _ours(slow, ready, own, config, count), slow))
+        slow, own = loaded(other, site)
+        ways.append(Way("original", lambda count: take_steps(slow, ready, own, config, count), slow))
     return ways
 
 
-def _loaded(job: Job, site: SiteConfig) -> tuple[nn.Module, dict[str, Tensor]]:
+def loaded(job: Job, site: SiteConfig) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return the site's model and its adapter's tensors."""
     model = build_model(job.config, site)
     if not job.config.adapter_kind.unequal_ranks:
         adapter_state.load(model, job.initial)
@@ -219,7 +220,8 @@ def _units(task: Task, config: JobConfig, steps: int) -> tuple[str, float]:
     return "samples", sum(len(next(iter(batch.values()))) for batch in batches) / steps
 
 
-def _ours(model: nn.Module, task: Any, params: dict[str, Tensor], config: JobConfig, steps: int) -> None:
+def take_steps(model: nn.Module, task: Any, params: dict[str, Tensor], config: JobConfig, steps: int) -> None:
+    """Train as a round does."""
     training = config.training.model_copy(update={"local_steps": steps})
     trained = {name for name, tensor in params.items() if isinstance(tensor, nn.Parameter)}
     train(model, task, params, trained, training, 0, lambda step: None, lambda done: None)

@@ -43,10 +43,10 @@ def test_the_bare_loop_is_the_same_training(tmp_path: Path) -> None:
     config, site = small_cells("fedit", optimizer="adamw", weight_decay=0.1, accumulate=2), SiteConfig(device="cpu")
     task, job = build_task(config, load_site_data(config, "site-1", site, tmp_path)), assemble_job(config)
     batches = benches._batches(task, config, 2)
-    (model, ours), ready = benches._loaded(job, site), benches.PreloadedTask(task, batches, task.num_samples)
+    (model, ours), ready = benches.loaded(job, site), benches.PreloadedTask(task, batches, task.num_samples)
     start = {name: tensor.detach().clone() for name, tensor in ours.items()}
-    benches._ours(model, ready, ours, config, 2)
-    other, bare = benches._loaded(job, site)
+    benches.take_steps(model, ready, ours, config, 2)
+    other, bare = benches.loaded(job, site)
     way = benches._bare(config, (other, bare), benches.PreloadedTask(task, batches, task.num_samples))
     way.run(2)
     assert all(torch.allclose(tensor, bare[name], atol=1e-5) for name, tensor in ours.items())

@@ -112,16 +112,20 @@ def test_the_command_names_the_base(
 def test_the_code_of_a_card_runs_as_printed_on_a_base_in_a_folder(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = SiteConfig(device="cpu", checkpoints=tmp_path)
+    monkeypatch.chdir(tmp_path.parent)
+    own = SiteConfig(device="cpu", checkpoints=Path(tmp_path.name))
     if kind in ("vision", "sam"):
         base = make(tmp_path / "base", *(("clip", CLASSIFIERS["clip"]) if kind == "vision" else ("sam", PROMPTABLE["sam"])))
         place = {"variant": "folder", "checkpoint": str(base.folder), "config": base.config, "image_size": SIDE}
         config = changed(CELLS if kind == "vision" else FUNDUS, model={"name": kind, **place}, adapter={"rank": 2})
     elif kind == "language":
-        config, own = of_folder(tmp_path)
+        config, _ = of_folder(tmp_path)
     else:
         config = job(save_encoder(tmp_path / "base"), features="pooled" if kind == "classifier" else "mean")
-    run_peft_card(open_model(kept(tmp_path / "kept", config, sha_of(config)), own=own), tmp_path / "peft", own, monkeypatch)
+    adapter, here = kept(tmp_path / "kept", config, sha_of(config)), Path(config.model.checkpoint).relative_to(tmp_path)
+    named = adapter / "job.yaml"
+    named.write_text(named.read_text().replace(str(config.model.checkpoint), f"${{SITE}}/{here}"))
+    run_peft_card(open_model(adapter, own=own), tmp_path / "peft", own, monkeypatch)
 
 
 def test_vllms_rules_for_an_adapter_hold(tmp_path: Path) -> None:

@@ -184,7 +184,8 @@ def _write_peft(found: TrainedModel, made: Path, own: SiteConfig, base: str) -> 
         shutil.copyfile(found.folder / TENSORS, made / TENSORS)
     classifies, is_encoder = is_sequence_classifier(config), config.model.name == "text_encoder"
     dtype = {"fp32": ', dtype="float32"', "bf16": ', dtype="bfloat16"'}.get(config.model.dtype, "")
-    place = base or checkpoint_of(config.model, own)
+    checkpoint = checkpoint_of(config.model, own)
+    place = base or (checkpoint and checkpoint.resolve())  # the card's code runs in the export's folder
     return _PEFT.render(
         auto="SequenceClassification" if classifies else "CausalLM" if config.model.name == "causal_lm" else "",
         arguments=(f", num_labels={getattr(config.task, 'outputs', 0)}" if classifies else "") + dtype,
