@@ -53,8 +53,9 @@ def shares(updates: Mapping[str, Update]) -> list[tuple[float, float, float]]:
 
 
 def updates_of(folder: Path) -> Iterator[tuple[str, dict[str, Update]]]:
-    """Yield name and update by layer of what a finished cell trained; nothing for other strategies."""
-    strategy = load_run_job(folder, None).strategy.name
+    """Yield name and update by layer of what a finished cell trained; nothing for other strategies and private jobs."""
+    config = load_run_job(folder, None)
+    strategy = config.strategy.name if config.privacy is None else ""  # updates with noise are another matter
     if strategy == "local_only":
         sites = sorted(folder.glob("sites/*/adapters/personalized"))
         yield "mean of the sites' own updates", sum_of(sites)

@@ -5,14 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from consilium.config.job import load_job, parse_override
+from consilium.core.low_rank_sums import Update
 from consilium.study.definition import Cell, cell_digest, load
 from consilium.study.records import CellRecord
 from tests.benchmarks import results
 from tests.benchmarks.claims import Claim
 from tests.benchmarks.effects import DICE, EFFECTS, Best, Effect, Side
 from tests.benchmarks.measured import MEASURE, NOISE, Rows, collected, keep, measured, read
+from tests.benchmarks.spectrum import shares
 from tests.conftest import JOBS
 
 
@@ -179,3 +182,16 @@ def test_a_claim_holds_if_all_its_effects_are_as_they_should(
     assert row[:2] == ["noise", f"**{said}**: in words"]
     if said == "shown":
         assert row[2:] == ["8 +0.200 ± 0.025; 1000 +0.000 ± 0.248", "3"]
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_shares_of_energy_are_those_of_squared_singular_values(dense: bool) -> None:
+    """Values 3, 1, 1, 1 and 1, 1, 1, 1 of two layers: 9/12 and 1/4 in the first rank, 10/12 and 2/4 in the first two."""
+    diagonals = [torch.tensor([3.0, 1, 1, 1]).diag(), torch.eye(4)]
+    wide = [torch.nn.functional.pad(one, (0, 5, 0, 4)) for one in diagonals]
+    none = torch.zeros(8, 0), torch.zeros(0, 9)
+    updates = {str(n): Update(*none, one) if dense else Update(one, torch.eye(9)) for n, one in enumerate(wide)}
+    one, two, four, eight = shares(updates)
+    assert one == pytest.approx((1 / 2, 1 / 4, 3 / 4))
+    assert two == pytest.approx((2 / 3, 1 / 2, 5 / 6))
+    assert four == eight == pytest.approx((1, 1, 1))
