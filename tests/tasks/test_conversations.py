@@ -253,6 +253,19 @@ def test_a_template_that_fails_for_a_record_s_words_reveals_no_site() -> None:
         LanguageTask(DataList(Path(), splits), speaking(refuses + SMOLLM), 1000, config)
 
 
+@pytest.mark.parametrize(("form", "record"), [("chat", replace(ONE, system="You are a nurse.")), ("alpaca", TWO)])
+def test_a_record_that_the_prompt_has_no_place_for_reveals_no_site(form: str, record: Text) -> None:
+    """In a list that ignores unfit samples a system prompt, or a conversation, that the job cannot ask is an empty record."""
+    config = validate(LanguageConfig, {"name": "language", "prompt": form}, None)
+    splits = {"training": (record,), "validation": (), "test": ()}
+    (found,) = LanguageTask(DataList(Path(), splits, Loading(ignore_unfit=True)), speaking(GEMMA), 1000, config).data.splits[
+        "training"
+    ]
+    assert (found.instruction, found.system, found.history) == ("", "", ())
+    with pytest.raises(ConfigError):
+        LanguageTask(DataList(Path(), splits), speaking(GEMMA), 1000, config)
+
+
 def test_marks_around_nothing_are_refused() -> None:
     with pytest.raises(CheckpointError, match="marks no word of an answer"):
         encoder(SMOLLM + "{% if false %}{% generation %}{% endgeneration %}{% endif %}").encode_record(ONE)

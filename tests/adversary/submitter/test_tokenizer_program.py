@@ -13,7 +13,7 @@ from consilium.core.messages import Kind
 from consilium.data.datalist import DataList, Loading
 from consilium.data.text import Text
 from consilium.flare.job import executor, filters, wire
-from consilium.models.causal_lm.network import load_tokenizer
+from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
 from consilium.models.untrusted_tokenizer import is_linear
 from consilium.tasks.language import LanguageConfig
 from consilium.tasks.language.task import LanguageTask
@@ -250,6 +250,43 @@ def test_a_private_job_does_not_stop_where_a_record_makes_the_tokenizer_fail(qui
     task = LanguageTask(data, tokenizer, 64, LanguageConfig(name="language"))
     empty, whole = task.data.splits["training"]
     assert (empty.instruction, empty.outputs, whole) == ("", ("",), texts[1])
+
+
+def test_a_private_job_does_not_stop_where_a_prompt_fails_only_when_it_is_shortened() -> None:
+    """Claim: such a record is asked as an empty one. The parts of a prompt are tokenized apart when it is shortened."""
+
+    class FailsAtTheStart(Panicking):
+        def __call__(self, text: str, **options: Any) -> Any:
+            if text.startswith("HIV positive"):
+                raise Panic("HIV positive")
+            return self._tokenizer(text, **options)
+
+    tiny = load_tokenizer("tiny", None)
+    shape = {"model_type": "gpt2", "n_positions": 64, "n_embd": 8, "n_layer": 1, "n_head": 1, "vocab_size": len(tiny)}
+    model = build_causal_lm("folder", None, shape, weights=False)
+    texts = tuple(Text("case", "Of which ward?", said, ("a fever",)) for said in ("HIV positive since May", "HIV negative"))
+    form: dict[str, Any] = {"prompt": "{instruction}\\n{input}\nAnswer:", "evaluate": "generation"}
+    config = LanguageConfig(name="language", max_new_tokens=56, **form)
+    splits = {"training": (), "validation": (), "test": texts}
+    task = LanguageTask(DataList(Path("list.json"), splits, Loading(ignore_unfit=True)), FailsAtTheStart(tiny), 64, config)  # type: ignore[arg-type]
+    assert len(task.predict(model, "test", 1)) == 2
+    with pytest.raises(CheckpointError, match="tokenizer fails"):
+        LanguageTask(DataList(Path("list.json"), splits), FailsAtTheStart(tiny), 64, config).predict(model, "test", 1)  # type: ignore[arg-type]
+
+
+def test_a_tokenizer_that_fails_for_an_empty_record_fails_at_every_site() -> None:
+    """Claim: also at a site without unfit records; else failing for some words and for none would tell who has them."""
+
+    class FailsForNothing(Panicking):
+        def __call__(self, text: str, **options: Any) -> Any:
+            if "###" in text and "fever" not in text:
+                raise Panic("empty")
+            return self._tokenizer(text, **options)
+
+    splits = {"training": (record("a fever"),), "validation": (), "test": ()}
+    data = DataList(Path("list.json"), splits, Loading(ignore_unfit=True))
+    with pytest.raises(CheckpointError, match="tokenizer fails"):
+        LanguageTask(data, FailsForNothing(load_tokenizer("tiny", None)), 64, LanguageConfig(name="language"))  # type: ignore[arg-type]
 
 
 def test_no_failure_at_a_site_passes_the_executor_and_the_filters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,13 +40,13 @@ class ClassificationConfig(PictureSettings, TaskConfig):
     name: Literal["classification"]
     classes: Annotated[
         list[ClassName],
-        AfterValidator(check_unique),
         Field(
             min_length=2,
             max_length=MOST_CLASSES,
             description="the classes' names, in the order of the model's outputs; integer labels count from 0. Names are "
             "printable, without /",
         ),
+        AfterValidator(check_unique),
     ]
     augment: Annotated[bool, Field(description="random flips, quarter turns and mild changes of intensity in training")] = True
     balance: Annotated[

@@ -76,11 +76,11 @@ class LanguageConfig(TaskConfig):
     ] = 0.1
     labels: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=256)], ...],
-        AfterValidator(lambda labels: tuple(check_unique(list(labels), "label"))),
         Field(
             max_length=MOST_CLASSES,
             description="the possible answers, in any order, for records without labels of their own",
         ),
+        AfterValidator(lambda labels: tuple(check_unique(list(labels), "label"))),
     ] = ()
     extraction: Annotated[
         Literal["any", "gsm8k", "metamath"],

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from consilium.core.errors import CheckpointError, UnfitError
+from consilium.core.errors import CheckpointError, ConfigError, UnfitError
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.text import Text
 from consilium.models.transformers_folder import max_prompt_tokens
@@ -43,6 +43,8 @@ BATCHED = frozenset(
 )  # fmt: skip
 """Architectures whose answers do not depend on their batch. Others answer one prompt at a time: a recurrent model may read the
 padding or mix rows, and the decoder of an encoder-decoder model may count the padding."""
+EMPTY = Text("", "", "", ("",))
+"""A record without words."""
 
 
 class LanguageTask:
@@ -69,6 +71,8 @@ class LanguageTask:
         self.scored: UnitScores | None = None
         self._cut_asked = 0  # how many prompts were shortened in the last generation of answers
         self._encoder = self._encoder_of(tokenizer, max_length)
+        for learns in (True, False) if self.ignores_unfit else ():  # what fails for an empty record fails at every site
+            self._encode_answers(replace(EMPTY, learns_history=learns))
         written = {split: [self._encode_record(text) for text in data.splits[split]] for split in SPLITS}
         self.data = replace(data, splits={split: tuple(text for text, *_ in rows) for split, rows in written.items()})
         self._pairs = {split: [pair for _, pair, *_ in rows] for split, rows in written.items()}
@@ -107,23 +111,41 @@ class LanguageTask:
         hold them. So the prompt alone, which later evaluations use, is tried too.
         """
 
-        def encoded(one: Text) -> list[Encoded]:
-            worse = [replace(one, outputs=(one.rejected,))] if self._compares else []
-            return [self._encoder.encode_record(answer) for answer in (one, *worse)]
-
         try:
             check_kind(text, self.config)
             if self.ignores_unfit and self.kind in (*ASKS, "options"):
                 self._encoder.prompt(text, self._encoder.max_length)
-            return text, *encoded(text)
+            return text, *self._encode_answers(text)
         except UnfitError as error:
             if not self.ignores_unfit:
                 raise UnfitError(f"{self.data.path}: {error}") from None
-        except CheckpointError:
+        except (CheckpointError, ConfigError):  # ConfigError: a system prompt that the chat template has no place for
             if not self.ignores_unfit:
                 raise
         empty = replace(text, instruction="", input="", outputs=("",), final_answer=None, rejected="", history=(), system="")
-        return empty, *encoded(empty)
+        return empty, *self._encode_answers(empty)
+
+    def _encode_answers(self, text: Text) -> list[Encoded]:
+        """Return a record's tokens and, for preferences, those of its rejected answer."""
+        worse = [replace(text, outputs=(text.rejected,))] if self._compares else []
+        return [self._encoder.encode_record(answer) for answer in (text, *worse)]
+
+    def _prompts(self, texts: Sequence[Text], rooms: Sequence[int]) -> list[tuple[list[int], bool]]:
+        """Return each record's prompt in at most as many tokens, and whether it was shortened.
+
+        In a list that ignores unfit samples, a prompt that fails only when it is shortened is that of an empty record, which is
+        made for every room: if it fails, it fails at every site.
+        """
+        spare = {room: self._encoder.prompt(EMPTY, room) for room in set(rooms)} if self.ignores_unfit else {}
+        found = list[tuple[list[int], bool]]()
+        for text, room in zip(texts, rooms, strict=True):
+            try:
+                found.append(self._encoder.prompt(text, room))
+            except (UnfitError, CheckpointError, ConfigError):
+                if not self.ignores_unfit:
+                    raise
+                found.append(spare[room])
+        return found
 
     def has(self, split: str) -> bool:
         """Return whether the split has any sample."""
@@ -250,7 +272,7 @@ class LanguageTask:
         ]
         options = [[encoder.option(one) for one in own] for own in words]
         most = [encoder.max_length + 1 - max(map(len, own), default=1) for own in options]
-        prompts = [encoder.prompt(text, room)[0] for text, room in zip(texts, most, strict=True)]
+        prompts = [prompt for prompt, _ in self._prompts(texts, most)]
         for at, prompt in enumerate(prompts):
             begin = max(len(prompt) - encoder.trailing_blank_count(prompt), 1)
             prompts[at], options[at] = prompt[:begin], [[*prompt[begin:], *one] for one in options[at]]
@@ -274,7 +296,7 @@ class LanguageTask:
         """
         answers, texts = list[str](), self._texts(split, indices)
         room = min(self._encoder.max_length, max_prompt_tokens(model, self.config.max_new_tokens))
-        prompts = [self._encoder.prompt(text, room) for text in texts]
+        prompts = self._prompts(texts, [room] * len(texts))
         rows, self._cut_asked = [tokens for tokens, _ in prompts], sum(cut for _, cut in prompts)
         if room < self._encoder.max_length and self._cut_asked:
             self._warn_once(
