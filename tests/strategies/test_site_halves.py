@@ -121,6 +121,7 @@ def test_fedala_has_settled_when_its_last_ten_losses_differ_by_less_than_the_thr
     assert not settled([0.0, 1.0] * 6)
     assert FedALA(threshold=0.51).is_settled([0.0, 1.0] * 6)
     assert settled([0.0, 1.0] * 6 + [5.0])  # passes enough
+    assert FedALA(most_passes=11).is_settled([float("nan")] * 11)
 
 
 def test_fedala_counts_layers_of_the_adapter_from_the_output() -> None:

@@ -98,8 +98,9 @@ class FedALA(FedIT):
 
     def is_settled(self, losses: list[float]) -> bool:
         """Return whether the first learning of the weights ends, given the losses of its passes so far."""
-        settled = len(losses) > WINDOW and statistics.pstdev(losses[-WINDOW:]) < self.threshold
-        return settled or len(losses) >= self.most_passes
+        if len(losses) >= self.most_passes:  # a spread of NaN would be an error
+            return True
+        return len(losses) > WINDOW and statistics.pstdev(losses[-WINDOW:]) < self.threshold
 
 
 def layer_of(name: str) -> str:
