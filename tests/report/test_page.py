@@ -239,6 +239,11 @@ def test_a_picture_is_a_plain_small_jpeg_or_none(tmp_path: Path) -> None:
                 file.truncate(2**33)
         elif number == 5:
             Image.new("RGB", (3000, 8)).save(place / name)
+            found = bytearray((place / name).read_bytes())
+            start = found.index(b"\xff\xc0") + 5  # the height and width in its frame's header
+            found[start : start + 4] = b"\xfd\xe8" * 2
+            (tmp_path / "bomb.jpg").write_bytes(found)
+            assert site_section._picture(tmp_path / "bomb.jpg") is None
         elif number == 6:
             Image.new("RGB", (16, 16)).save(place / name, "PNG")
     source = run_page(read_run(folder))

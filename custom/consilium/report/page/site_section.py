@@ -272,5 +272,5 @@ def _picture(path: Path) -> str | None:
             with Image.open(io.BytesIO(read_plain(path, MOST_PICTURE) or b""), formats=("JPEG",)) as opened:
                 fits = max(opened.size) <= MOST_SIDE
                 return data_url(opened.convert("RGB"), "JPEG", quality=QUALITY, subsampling=0) if fits else None
-    except (OSError, ValueError, SyntaxError, Warning):
+    except (OSError, ValueError, SyntaxError, Warning, Image.DecompressionBombError):
         return None
