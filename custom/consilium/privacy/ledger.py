@@ -160,7 +160,7 @@ class Ledger:
 
 
 def _is_of_machine(error: BaseException | None) -> bool:
-    return str(getattr(error, "sqlite_errorname", "")).startswith(_MACHINE)
+    return isinstance(error, OSError) or str(getattr(error, "sqlite_errorname", "")).startswith(_MACHINE)
 
 
 def _check_plain(db: sqlite3.Connection, path: Path) -> None:
@@ -357,7 +357,7 @@ def accept(records: Path, ledger: Ledger, reason: str, received_seals: Collectio
         changed = ledger.reseal()
     except RefusedError as error:
         if _is_of_machine(error.__context__):
-            raise  # it may be a valid ledger: a job is writing to it, or the disk is full
+            raise  # it may be a valid ledger: a job is writing to it, the disk is full, or this user may not write it
         ledger.path.unlink(missing_ok=True)
         changed = ledger.reseal()
     lost = sorted({seal for _, seal in _lost_seals(records, ledger)} | (set(received_seals) - {*ledger.seals()}))

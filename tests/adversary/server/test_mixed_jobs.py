@@ -16,7 +16,10 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConsiliumError, Reason, RefusedError
 from consilium.core.messages import Kind, Payload, SiteInfo
 from consilium.federation.job_assembly import Job
+from consilium.federation.run_folders import RUNS
 from consilium.flare.job import wire
+from consilium.flare.kit.heartbeat_client import last_refusal
+from consilium.privacy.audit_log import FILE, lines
 from consilium.privacy.guard.guard import Guard
 from consilium.privacy.guard.task_schedule import AuthorizedTask
 from consilium.server.coordinator import Coordinator
@@ -70,13 +73,20 @@ def test_a_word_that_data_decide_is_final_and_paid_for(privacy: dict, client: Ma
 
 
 @pytest.mark.parametrize("privacy", [SITE_LEVEL, None])
-def test_a_failed_evaluation_looks_like_any_other_where_scores_stay(privacy: dict | None, client: MakeClient) -> None:
+def test_a_failed_evaluation_looks_like_any_other_where_scores_stay(
+    privacy: dict | None, client: MakeClient, tmp_path: Path
+) -> None:
+    """Nor do the site's heartbeats tell the reason, which they shared as the last one with `health: share`."""
     answers = []
     for fails in (False, True):
         site = client(privacy, folder=f"{fails}", site={"share_metrics": False})
         with _failing(site.trainer, RefusedError("NaN") if fails else None, "evaluate"):
             answers.append(wire.decode(site.ask("evaluate", site.task(2, 0))))
     assert answers[0] == answers[1]
+    (records,) = {path.parent for path in (tmp_path / "True").rglob(FILE)}
+    assert [line["reason"] for line in lines(records / FILE) if line["kind"] == "refusal"] == ["result"]
+    (tmp_path / RUNS).symlink_to(records)
+    assert last_refusal(tmp_path, tmp_path) == {}
 
 
 def _failing(trainer: Any, error: Exception | None, method: str = "train") -> Any:

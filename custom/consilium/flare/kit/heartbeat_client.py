@@ -307,7 +307,8 @@ def gpu_memory() -> list[list[int]]:
 def last_refusal(kit: Path, state: Path) -> Facts:
     """Return the code and time of the site's last refusal, from the newest audit records in `state` and from REFUSAL; or {}.
 
-    The server has received this code already, so it reveals nothing new.
+    The server has received this code already, so it reveals nothing new. The reason of an evaluation whose scores stay at the
+    site stays, too.
     """
     found: list[Any] = []
     with suppress(OSError, ValueError, RecursionError):
@@ -320,7 +321,7 @@ def last_refusal(kit: Path, state: Path) -> Facts:
     times = [
         (at, str(one["reason"]))
         for one in found
-        if isinstance(one, dict) and one.get("kind") == "refusal" and one.get("reason") in list(Reason)
+        if isinstance(one, dict) and one.get("kind") == "refusal" and one.get("reason") in list(Reason) and not one.get("stays")
         if (at := as_finite_float(one.get("time"))) is not None  # it is no number if a file was edited
     ]
     return dict(zip(("refused_at", "refusal"), max(times), strict=True)) if times else {}

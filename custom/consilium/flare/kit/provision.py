@@ -92,11 +92,13 @@ def project_of(deployment: DeploymentConfig, sites: Path) -> dict[str, Any]:
 def project_with_relays(deployment: DeploymentConfig, sites: Path, folder: Path) -> dict[str, Any]:
     """Return `project_of`, with the relays that an engineer has added to `folder`/project.yml, and the sites behind them.
 
-    Without them, the server's next kit would no longer know the sites behind relays. Raises ConfigError.
+    Without them, the server's next kit would no longer know the sites behind relays. A project.yml of another project, which
+    was made in the same folder, does not count. Raises ConfigError.
     """
     raw, path = project_of(deployment, sites.resolve()), folder / "project.yml"
     read = read_yaml(path) if path.is_file() else None
-    former = [one for one in (read or {}).get("participants") or () if isinstance(one, dict)]
+    own = read if isinstance(read, dict) and read.get("name") == deployment.name else {}
+    former = [one for one in own.get("participants") or () if isinstance(one, dict)]
     behind = {one.get("name"): {"connect_to": one["connect_to"]} for one in former if "connect_to" in one}
     relays = [one for one in former if one.get("type") == "relay"]
     return raw | {"participants": [*(one | behind.get(one["name"], {}) for one in raw["participants"]), *relays]}

@@ -289,7 +289,7 @@ class Guard:
         if task is not None and task.kind is Kind.EVALUATE and not self.share_metrics:
             empty = self._record_scores(task, {})
             with suppress(RefusedError):  # a full disk must not change the answer
-                self.trail.note("refusal", again=True, reason=reason.value)
+                self.trail.note("refusal", again=True, reason=reason.value, stays=True)
             return task, empty
         self.trail.note("refusal", again=True, reason=reason.value)
         return reason
