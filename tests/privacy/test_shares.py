@@ -160,3 +160,8 @@ def test_the_sum_of_all_shares_has_the_planned_noise() -> None:
     assert float(whole.std()) == pytest.approx(1.0, rel=0.06)
     assert all(share["a"].dtype is torch.int64 and share["a"].shape == (40, 25) for share in shares)
     assert add_share(zero, 0)["a"].equal(zero["a"])
+
+
+def test_noise_under_the_grid_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"privacy\.clip: .*1 times 1e-11"):
+        share_deviation(1.0, 1e-11, 2)
