@@ -147,7 +147,8 @@ def refuse_if_unwritable(what: Path) -> Iterator[None]:
         yield
     except OSError as error:
         why = error.strerror or type(error).__name__
-        raise RefusedError(f"{what}: cannot be written ({why}); nothing was sent; make room", Reason.LEDGER) from None
+        remedy = "change its permissions" if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else "make room"
+        raise RefusedError(f"{what}: cannot be written ({why}); nothing was sent; {remedy}", Reason.LEDGER) from None
 
 
 @contextmanager

@@ -172,9 +172,16 @@ def test_what_two_acceptances_of_one_second_keep_stays(ledger: Ledger, tmp_path:
     assert [one.read_text() for one in kept] == ["first", "first", "second", "second"]
 
 
-@pytest.mark.parametrize("trouble", ["locked", "readonly", "Permission denied"])
+@pytest.mark.parametrize(
+    ("trouble", "remedy"),
+    [
+        ("locked", "make room, or end the program that uses it"),
+        ("readonly", "make room, or end the program that uses it"),
+        ("Permission denied", "change its permissions"),
+    ],
+)
 def test_accepting_a_ledger_that_cannot_be_written_now_loses_no_row(
-    trouble: str, ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trouble: str, remedy: str, ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A whole ledger was taken for a broken one and replaced by an empty file."""
     before, connect = ledger.entries(), sqlite3.connect
@@ -188,7 +195,7 @@ def test_accepting_a_ledger_that_cannot_be_written_now_loses_no_row(
         monkeypatch.setattr(recovery, "open_private", Mock(side_effect=PermissionError(errno.EACCES, trouble)))
     writer = connect(ledger.path, isolation_level=None)
     writer.execute("BEGIN IMMEDIATE")
-    with pytest.raises(RefusedError, match=f"{trouble}.*; make room"):
+    with pytest.raises(RefusedError, match=f"{trouble}.*; {remedy}"):
         recovery.accept(tmp_path, Ledger(ledger.path), "tidying up")
     writer.close()
     assert Ledger(ledger.path).entries() == before
