@@ -210,7 +210,7 @@ def test_radiographs_in_a_folder_are_images_of_their_own_and_slices_are_a_series
         ("image,class,x,y\na.png,disc,1", "lacks y"),
         ("image,class,x,y\na.png,disc,-1,3", "0 or more"),
         ("image,class,x,y\na.png,disc,1,inf", "0 or more"),
-        (f"image,class,x,y\n{'a' * 140_000},disc,1,2", "not valid CSV"),
+        (f"image,class,x,y\n{'a' * 1_100_000},disc,1,2", "not valid CSV"),
         ("image,class,x,y,slice\na.png,disc,1,1,1.7", "has a value that is not a number"),
         ("image,class,x,y,slice\na.png,disc,1,1,inf", "has a value that is not a number"),
         (f"image,class,x,y\na.png,disc,1,1{'0' * 400}", "0 or more"),

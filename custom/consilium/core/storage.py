@@ -115,6 +115,7 @@ def sync_folder(folder: Path) -> None:
         os.fsync(opened)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            error.filename = str(folder)  # os.fsync names none
             raise
     finally:
         os.close(opened)
