@@ -8,6 +8,8 @@ value anywhere, for example by `--set`, gives a different digest. So does an upd
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.core.registry import NO_PLUGINS, Plugins
-from consilium.core.storage import read_json, write_json
+from consilium.core.storage import lock_folder, read_json, write_json
 from consilium.privacy.audit_log import local_user
 
 FILE = "approved.json"
@@ -98,7 +100,8 @@ def approve(app: Path, local: Path, plugins: Plugins = NO_PLUGINS, reviewed: str
     if reviewed and found != reviewed:
         raise ConfigError(f"{app}: the job or a plug-in has changed since it was shown; nothing was approved; review it again")
     one = {"job": config.name, "time": datetime.now(UTC).isoformat(timespec="seconds"), "by": local_user()}
-    _write_approvals(local, read_approvals(local) | {found: one})
+    with _edit_approvals(local) as known:
+        known[found] = one
     return found
 
 
@@ -107,18 +110,24 @@ def revoke(start: str, local: Path) -> str:
 
     Raises ConfigError if no digest or more than one begins with `start`.
     """
-    known = read_approvals(local)
-    meant = [one for one in known if start and one.startswith(start)]
-    if len(meant) != 1:
-        raise ConfigError(f"--revoke: {start!r} begins {len(meant)} approved digests; give one of them, as `--list` shows them")
-    _write_approvals(local, {one: value for one, value in known.items() if one != meant[0]})
+    with _edit_approvals(local) as known:
+        meant = [one for one in known if start and one.startswith(start)]
+        if len(meant) != 1:
+            how = "give one of them, as `--list` shows them"
+            raise ConfigError(f"--revoke: {start!r} begins {len(meant)} approved digests; {how}")
+        del known[meant[0]]
     return meant[0]
 
 
-def _write_approvals(local: Path, values: dict[str, dict[str, str]]) -> None:
+@contextmanager
+def _edit_approvals(local: Path) -> Iterator[dict[str, dict[str, str]]]:
+    """Give the approvals to change, and write them. One process at a time, or a revocation beside an approval would be lost."""
     if not local.is_dir():
         raise ConfigError(f"--kit: {local.parent}: is not a site's startup kit; give the folder that has startup/ and local/")
-    write_json(local / FILE, values, indent=1)
+    with lock_folder(local):
+        known = read_approvals(local)
+        yield known
+        write_json(local / FILE, known, indent=1)
 
 
 def _file_names(app: Path) -> list[str]:

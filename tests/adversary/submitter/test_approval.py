@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,6 +144,27 @@ def test_a_revoked_job_is_refused(local: Path, received: Path) -> None:
     assert approval.revoke(digest[:12], local) == digest
     with pytest.raises(RefusedError, match=digest):
         check(received, SITE, local)
+
+
+def test_a_revocation_beside_an_approval_holds(local: Path, received: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An approval that has read the list and not yet written it must not bring the revoked job back."""
+    other = JOBS / "quickstart_cells/app"
+    digest, has_read, read = digest_of(received), threading.Event(), approval.read_approvals
+
+    def read_slowly(folder: Path) -> dict[str, dict[str, str]]:
+        found = read(folder)
+        if threading.current_thread() is approving:
+            has_read.set()
+            time.sleep(0.5)
+        return found
+
+    approving = threading.Thread(target=approval.approve, args=(other, local))
+    monkeypatch.setattr(approval, "read_approvals", read_slowly)
+    approving.start()
+    has_read.wait()
+    approval.revoke(digest, local)
+    approving.join()
+    assert list(read(local)) == [digest_of(other)]
 
 
 def test_an_unapproved_job_is_refused_at_hello_before_data_are_touched(local: Path, received: Path, tmp_path: Path) -> None:
