@@ -181,6 +181,9 @@ def test_a_passphrase_is_long_or_given_by_nobody(
     (tmp_path / "short").write_text("x" * 11)
     assert run(monkeypatch, "lock", kit, "--passphrase-file", tmp_path / "short") == 2
     assert "11 characters; use at least 12" in capsys.readouterr().err
+    (tmp_path / "short").write_text("x" * 4097)
+    assert run(monkeypatch, "lock", kit, "--passphrase-file", tmp_path / "short") == 2
+    assert "over 4,096 characters" in capsys.readouterr().err
     assert run(monkeypatch, "lock", kit) == 2
     assert "nobody to ask" in capsys.readouterr().err
     assert (kit / "startup/client.key").is_file()

@@ -271,6 +271,10 @@ def test_allow_leaves_a_relays_kit(
     before = {path: path.read_bytes() for path in kit.rglob("*") if path.is_file()}
     assert run(monkeypatch, "allow", kit, "--format", "json") == 0
     assert json.loads(capsys.readouterr().out) == {str(kit): "a relay's kit; it needs no list"}
+    (tmp_path / "damaged/local").mkdir(parents=True)
+    (tmp_path / "damaged/local/resources.json").write_text("{")
+    assert run(monkeypatch, "allow", kit, tmp_path / "damaged") == 2  # what was done before is printed
+    assert capsys.readouterr().out == f"{kit}: a relay's kit; it needs no list\n"
     assert {path: path.read_bytes() for path in kit.rglob("*") if path.is_file()} == before
 
 

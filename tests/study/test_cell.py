@@ -243,6 +243,8 @@ def test_files_that_a_file_browser_writes_are_no_other_data(tmp_path: Path) -> N
     before = DataDigests(tmp_path / "w").digest(config, {"a": site})
     for folder in (tmp_path / "base", tmp_path / "a"):
         (folder / ".DS_Store").write_bytes(b"\0")
+        (folder / ".cache/hub").mkdir(parents=True)
+        (folder / ".cache/hub/known").write_bytes(b"\0")
     assert DataDigests(tmp_path / "w").digest(config, {"a": site}) == before
     (tmp_path / "base/more.json").write_text("{}")
     assert DataDigests(tmp_path / "w").digest(config, {"a": site}) != before

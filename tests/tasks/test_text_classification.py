@@ -184,8 +184,9 @@ def test_the_exported_folders_open_with_transformers_and_peft_alone(tmp_path: Pa
     torch.testing.assert_close(named["logits"](**inputs), wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_import_of_an_encoder_names_the_model_section_that_needs_none(tmp_path: Path) -> None:
-    base = save_encoder(tmp_path / "base", head=True)
+def test_import_of_an_encoder_names_the_model_section_that_needs_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    base = save_encoder(Path("a base, 'one': {x}"), head=True)
     with pytest.raises(ConfigError, match=r"SOURCE: .*'bert' is a text encoder, which needs no import") as found:
         import_model(base, tmp_path / "made")
     section = yaml.safe_load(str(found.value).partition("job.yaml: ")[2])["model"] | {"features": "mean", "max_length": 24}

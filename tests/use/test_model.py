@@ -320,6 +320,6 @@ def test_a_run_of_a_study_is_named_by_its_values(finished: Path, tmp_path: Path)
             adapter_folder(tmp_path / wrong)
     (tmp_path / "study").rename(tmp_path / "study-small")
     with pytest.raises(
-        ConfigError, match=r"runs of a smaller size are in a folder of their own: .*/study-small/method=FedIT,seed=0$"
+        ConfigError, match=r"a smaller size has its own folder; if it ran, give .*/study-small/method=FedIT,seed=0$"
     ):
         adapter_folder(tmp_path / "study/method=FedIT,seed=0")

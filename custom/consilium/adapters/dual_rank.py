@@ -155,11 +155,8 @@ def inject(model: nn.Module, config: LoraConfig | DualRankConfig, base: ModelKin
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)  # as `shapes` has found it
         adapter_state.replace(model, name, DualRank(layer, most, config.product_scaling, config.dropout))
-    adapter_state.freeze_base(
-        model,
-        [n for n, _ in model.named_parameters() if factor(n)],
-        trainable_decoder(model, config) if isinstance(config, LoraConfig) else [],
-    )
+    decoder = trainable_decoder(model, config) if isinstance(config, LoraConfig) else []
+    adapter_state.freeze_base(model, [n for n, _ in model.named_parameters() if factor(n)], decoder)
 
 
 def merge(model: nn.Module) -> None:
@@ -176,9 +173,8 @@ def to_plain_lora(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name in [n for n in values if n.endswith(".tail_A")]:
         layer = name.removesuffix(".tail_A")
         plain[f"{layer}.lora_A"] = torch.cat([values[f"{layer}.lora_A"], values[name]])
-        plain[f"{layer}.lora_B"] = torch.cat(
-            [values[f"{layer}.lora_B"], values[f"{layer}.tail_B"] * values[f"{layer}.{GATE}"]], 1
-        )
+        tail = values[f"{layer}.tail_B"] * values[f"{layer}.{GATE}"]
+        plain[f"{layer}.lora_B"] = torch.cat([values[f"{layer}.lora_B"], tail], 1)
     return plain
 
 

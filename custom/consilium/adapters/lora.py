@@ -96,7 +96,8 @@ class PerSample:
         """
         if len(x) % len(self.factors):
             raise ConfigError(f"adapter.targets: a layer has {len(x)} rows for {len(self.factors)} samples; use other targets")
-        return x * self.factors.to(x).repeat_interleave(len(x) // len(self.factors)).view(-1, *[1] * (x.ndim - 1))
+        each = self.factors.to(x).repeat_interleave(len(x) // len(self.factors))
+        return x * each.view(-1, *[1] * (x.ndim - 1))
 
 
 def add_local(model: nn.Module, config: LoraConfig) -> None:
@@ -108,9 +109,8 @@ def add_local(model: nn.Module, config: LoraConfig) -> None:
     whole = "|".join(map(re.escape, wrapped))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT warns that another adapter exists, which is intended here
-        inject_adapter_in_model(
-            _peft_config(config.rank, config.plain_alpha, whole, config.dropout), model, adapter_name="local"
-        )
+        own = _peft_config(config.rank, config.plain_alpha, whole, config.dropout)
+        inject_adapter_in_model(own, model, adapter_name="local")
     for module in wrapped.values():
         module.set_adapter(["default", "local"])
     adapter_state.add_names(model, [f"{name}.{local}" for name in wrapped for local in LOCAL.values()])

@@ -100,7 +100,8 @@ def skippable_block(name: str) -> str | None:
 
     SAM's decoder blocks cannot be skipped, because they return two streams. Trained base parameters give None.
     """
-    return found[1] if not is_base(name) and (found := _BLOCK.fullmatch(name)) else None
+    found = None if is_base(name) else _BLOCK.fullmatch(name)
+    return found[1] if found else None
 
 
 def other_factor(name: str) -> str | None:
@@ -110,12 +111,14 @@ def other_factor(name: str) -> str | None:
 
 def bottleneck_position(name: str) -> int | None:
     """Return the number of the bottleneck that a tensor belongs to, from 0 at the input; None for any other tensor."""
-    return len(PLACES) * int(found[1]) + PLACES.index(found[2]) if (found := _BOTTLENECK.fullmatch(name)) else None
+    found = _BOTTLENECK.fullmatch(name)
+    return None if found is None else len(PLACES) * int(found[1]) + PLACES.index(found[2])
 
 
 def bottleneck_half(name: str) -> str | None:
     """Return "down" or "up" for a bottleneck's tensor, None for any other."""
-    return found[3] if (found := _BOTTLENECK.fullmatch(name)) else None
+    found = _BOTTLENECK.fullmatch(name)
+    return None if found is None else found[3]
 
 
 def bottleneck_count(names: Iterable[str]) -> int:

@@ -146,8 +146,8 @@ def _check_data_set(one: SiteList, config: Any, checkpoints: Path | None) -> Fin
     own, site = one
     path = own.datalist
     texts = has_texts(path) or path.suffix == ".jsonl"
-    if path.is_dir() and not has_classes(path) and not importable_content(path):
-        texts = texts or bool(other_formats(path))  # such as training.parquet, whose remedy is that of texts
+    if config is None and not texts and path.is_dir() and not has_classes(path) and not importable_content(path):
+        texts = bool(other_formats(path))  # such as training.parquet, whose remedy is that of texts
     kind = TASKS[config.task.name if config else "language" if texts else "segmentation"]
     if kind.check is None:
         found = Findings.of(path, kind.read(path))

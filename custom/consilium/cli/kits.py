@@ -34,10 +34,14 @@ def allow(
     for folder in folders:
         # a relay reads where it listens from local/comm_config.json, which a file in the kit's top folder would replace
         if (role := participant_role(folder)) in ("person", "relay"):
-            found[str(folder)] = f"a {role}'s kit; it needs no list"
+            path, text = folder, f"a {role}'s kit; it needs no list"
         else:
-            found[str(update_local(folder))] = "lists the classes that jobs may name"
-    emit(found, (f"{path}: {text}" for path, text in found.items()), format)
+            path, text = update_local(folder), "lists the classes that jobs may name"
+        found[str(path)] = text
+        if format == "txt":  # at once, because a later kit may be refused
+            show([f"{path}: {text}"])
+    if format == "json":
+        emit(found, "", format)
 
 
 def revoke(
@@ -199,9 +203,12 @@ def _passphrase(file: Path | None, confirm: bool = False, label: str = "Passphra
             _warn(f"{path}: mode {stat.S_IMODE(mode):o}: others can read the passphrase; run `chmod 600 {path}`")
         try:
             with path.open(encoding="utf-8") as opened:  # maybe a pipe, or a device without an end
-                return opened.readline(MOST_PASSPHRASE).rstrip("\n")
+                line = opened.readline(MOST_PASSPHRASE + 1).rstrip("\n")
         except UnicodeDecodeError:
             raise ConfigError(f"{path}: not text in UTF-8; give a file whose first line is the passphrase") from None
+        if len(line) > MOST_PASSPHRASE:
+            raise ConfigError(f"{path}: its first line has over {MOST_PASSPHRASE:,} characters; give a shorter passphrase")
+        return line
     if not sys.stdin.isatty():
         raise ConfigError(f"{label}: nobody to ask; give --passphrase-file, or {PASSPHRASE_FILE} in the environment")
     asked: str = typer.prompt(label, hide_input=True, confirmation_prompt=confirm, err=True)

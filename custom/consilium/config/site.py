@@ -408,7 +408,7 @@ def is_site_folder(folder: Path) -> bool:
 
 
 def has_site_files(folder: Path) -> bool:
-    """Tell whether a folder has a site.yaml, a datalist.json or text files."""
+    """Return whether a folder has a site.yaml, a datalist.json or text files."""
     return any((folder / name).is_file() for name in ("site.yaml", "datalist.json")) or has_texts(folder)
 
 

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -236,7 +236,8 @@ def check_and_clean_config(config: Mapping[str, Any]) -> dict[str, Any]:
     be part of `transformers`. The check does not import `transformers`, so it runs when a job is read.
     `keep_listed_keys` of untrusted_config.py also checks by architecture.
     """
-    return cast(dict[str, Any], _checked(dict(config), "", ""))
+    found: dict[str, Any] = _checked(dict(config), "", "")
+    return found
 
 
 def _checked(value: Any, where: str, key: str, depth: int = 0) -> Any:
@@ -325,7 +326,5 @@ def named_sets(tower: str = "") -> dict[str, TargetSet]:
 
     Each set finds its layers by their function in the model, or in its part `tower`.
     """
-    return {
-        name: TargetSet(select=lazy("consilium.models.targets:pattern", name, tower))
-        for name in ("paper", "qv", "qkv", "attention", "all-linear")
-    }
+    names = ("paper", "qv", "qkv", "attention", "all-linear")
+    return {name: TargetSet(select=lazy("consilium.models.targets:pattern", name, tower)) for name in names}

@@ -42,7 +42,8 @@ class StoredLinear(nn.Linear):
         """Apply the layer to input (..., in); return (..., out) in the input's type or autocast's."""
         if torch.is_autocast_enabled(input.device.type):
             return F.linear(input, self.weight, self.bias)
-        return F.linear(input, self.weight.to(input.dtype), None if self.bias is None else self.bias.to(input.dtype))
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        return F.linear(input, self.weight.to(input.dtype), bias)
 
 
 def store_frozen_as(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> nn.Module:
@@ -125,4 +126,5 @@ def _quantizer(dtype: str) -> Callable[[nn.Linear, str], None]:
             f"model.dtype: {dtype!r}: bitsandbytes cannot be loaded here ({why}); pip install 'consilium-flare[quant]', or use "
             "bf16"
         ) from None
-    return cast(Callable[[nn.Linear, str], None], module.quantize)
+    found: Callable[[nn.Linear, str], None] = module.quantize
+    return found

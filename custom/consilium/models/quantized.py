@@ -72,7 +72,8 @@ class Nf4Linear(bnb.nn.Linear4bit):
         state, numbers = copy(self.weight.quant_state), self.out_features * self.in_features
         width = BLOCK if numbers % BLOCK == 0 else numbers
         state.shape = torch.Size((numbers // width, width))
-        return bnb.functional.dequantize_4bit(self.weight, state).reshape(self.out_features, self.in_features).to(dtype)
+        whole = bnb.functional.dequantize_4bit(self.weight, state)
+        return whole.reshape(self.out_features, self.in_features).to(dtype)
 
     def dequantize(self) -> Tensor:
         """Return the whole weight (out, in), float32."""

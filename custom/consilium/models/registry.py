@@ -151,7 +151,8 @@ class ModelKind:
 
     def target(self, name: str) -> TargetSet:
         """Return the set named `name`; any other text is used as a pattern."""
-        return replace(self.targets.get(name, TargetSet(name)), known=tuple(self.targets))
+        found = self.targets.get(name, TargetSet(name))
+        return replace(found, known=tuple(self.targets))
 
 
 MODELS: Registry[ModelKind] = Registry(

@@ -145,10 +145,11 @@ def context_length(model: nn.Module) -> int:
     """
     shape = getattr(model, "config", None)
     text = shape.get_text_config() if isinstance(shape, PreTrainedConfig) else shape
-    told = [getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len")]
+    limits = [getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len")]
     rows = [module for name, module in model.named_modules() if name.endswith("position_embeddings")]
     unused = max((one.padding_idx + 1 for one in rows if getattr(one, "padding_idx", None) is not None), default=0)
-    return next((most - unused for most in told if isinstance(most, int) and most > 0), 2**30)  # XLNet's -1 is no limit
+    # XLNet has -1, which means no limit
+    return next((limit - unused for limit in limits if isinstance(limit, int) and limit > 0), 2**30)
 
 
 def max_prompt_tokens(model: nn.Module, written: int) -> int:

@@ -282,7 +282,7 @@ def _round_up(sigma: float) -> float:
 def check_delta(delta: float) -> None:
     """Raise ConfigError unless 1e-300 <= delta < 1. Smaller numbers have too few digits to compute with."""
     if not 1e-300 <= delta < 1:
-        raise ConfigError(f"privacy.delta: {delta}: expected a number from 1e-300 to 1, such as 1e-5")
+        raise ConfigError(f"privacy.delta: {delta}: expected a number under 1 and at least 1e-300, such as 1e-5")
 
 
 # calibration -----------------------------------------------------------------------------------------------------------

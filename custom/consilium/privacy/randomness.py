@@ -48,7 +48,7 @@ class Randomness:
 
     @classmethod
     def of(cls, seed: int | None) -> Self:
-        """Return a new stream under a key that nobody knows; with a seed, the one that follows from it, so not private."""
+        """Return a new stream with a random secret key. With a seed, the key follows from the seed, and nothing is private."""
         key = secret_bytes(KEY) if seed is None else hashlib.sha256(f"consilium seeded stream {seed}".encode()).digest()
         return cls(key, private=seed is None)
 

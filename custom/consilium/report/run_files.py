@@ -93,14 +93,14 @@ class RunLog:
         Return a line for each package whose version has changed, and for the strategy's code if it has changed.
         """
         for event in without_replaced_events(read_lines(self.folder / "metrics.jsonl")[0]):
-            kind, title = event["event"], event.get("title", "")
+            kind = event["event"]
             if kind == "joined":
                 self._note_site_marks(event)
             elif kind not in ("figure", "diagnostics", "concluded") or place_of(event) >= (state.round, state.phase):
                 continue
             elif kind == "concluded":
                 self.trained.update(event["sites"])
-            elif Path(title).name == title:
+            elif kind == "diagnostics" or Path(event["title"]).name == event["title"]:  # a figure's title names its file
                 self._note_drawn(event)
         self.record("resumed", round=state.round, phase=state.phase)
         return self._write_job_and_versions()
@@ -148,7 +148,7 @@ class RunLog:
                 sites.add(joined["site"])
 
     def _note_drawn(self, line: dict[str, Any]) -> None:
-        """Note an event that `finish` draws, in place of the same event before the run was resumed."""
+        """Note an event that `finish` draws. It replaces the same event from before the run was resumed."""
         round = line["round"]
         if line["event"] == "figure":
             self._figures.setdefault(line["title"], {})[round] = line

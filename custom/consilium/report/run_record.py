@@ -400,7 +400,7 @@ def cell_folder(path: Path) -> Path:
         sized = [one for one in (Path(f"{study}-small"), Path(f"{study}-smoke")) if (one / CELLS).is_dir()]
         if sized and not path.exists():
             places = " or ".join(shown(one / path.name, 200) for one in sized)
-            raise ConfigError(f"{shown(path, 200)}: no such run; runs of a smaller size are in a folder of their own: {places}")
+            raise ConfigError(f"{shown(path, 200)}: no such run; a smaller size has its own folder; if it ran, give {places}")
         return path
     done = [cell for cell in study_cells(study) if (cell.folder / "results.json").is_file()]
     wanted = "" if study == path else ",".join(part.strip() for part in path.name.split(","))

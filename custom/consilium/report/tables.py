@@ -22,7 +22,7 @@ from rich.text import Text
 
 from consilium.core.sanitize import csv_cell, markdown_cell, rich_line, shown
 
-Told = TypeVar("Told")
+T = TypeVar("T")
 
 WRAPPED = 16
 """Cells of a terminal to which a column of texts is narrowed, at most. Its texts wrap."""
@@ -91,7 +91,7 @@ def difference_text(value: float) -> str:
     return found if float(found) else "0.000"
 
 
-def only_true(texts: Mapping[Told, object]) -> list[Told]:
+def only_true(texts: Mapping[T, object]) -> list[T]:
     """Return the texts, or rows of texts, whose value is true, in order, such as the notes that apply to a table."""
     return [text for text, holds in texts.items() if holds]
 

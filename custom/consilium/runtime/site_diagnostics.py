@@ -36,15 +36,14 @@ class SiteDiagnostics:
         self._starts: dict[str, Tensors] = {}
         self._runs: dict[str, str] = {}
         self._results: dict[str, SiteResult] = {}
-        who = f"strategy {job.strategy.name!r}"
+        named = f"strategy {job.strategy.name!r}"
         problems = {
-            f"oracle: {who} has equal ranks, and so no oracle of a higher one; remove it, or use a strategy such as fedhera": (
-                self.config.oracle and not isinstance(job.strategy, UnequalRanks)
-            ),
-            f"leakage: {who} keeps no factor of a layer at the site while it shares the other; remove it, or use a strategy "
-            "such as fediat": self.config.leakage and not self._factors_with_local_partner(0, 0),
+            f"diagnostics.oracle: {named} has equal ranks, and so no oracle of a higher one; remove it, or use a strategy such "
+            "as fedhera": self.config.oracle and not isinstance(job.strategy, UnequalRanks),
+            f"diagnostics.leakage: {named} keeps no factor of a layer at the site while it shares the other; remove it, or use "
+            "a strategy such as fediat": self.config.leakage and not self._factors_with_local_partner(0, 0),
         }
-        raise_first({f"diagnostics.{problem}": holds for problem, holds in problems.items()})
+        raise_first(problems)
         for name, site in sites.items() if self.config.leakage else ():
             site.on_train = partial(self._store_start, name)
 

@@ -53,11 +53,9 @@ class DEeR(Strategy):
 
     def __post_init__(self) -> None:
         if not self.eliminator and (self.schedule != "100%" or self.rebalance):
-            setting = "rebalance: true" if self.rebalance else f"schedule: {self.schedule!r}"
-            raise ConfigError(
-                f"strategy.{setting} takes phases of one factor each, which there are none of with eliminator false; leave it "
-                "out"
-            )
+            what = "takes phases of one factor each, which there are none of with eliminator false"
+            field, value = ("rebalance", "true") if self.rebalance else ("schedule", repr(self.schedule))
+            raise ConfigError(f"strategy.{field}: {value} {what}; leave it out")
 
     @property
     def traits(self) -> Traits:
@@ -65,11 +63,8 @@ class DEeR(Strategy):
 
         With `rebalance` the factors' basis changes after each phase, so an optimizer cannot keep its moments.
         """
-        return Traits(
-            phases=tuple(map(len, SCHEDULES[self.schedule])) if self.eliminator else (1,),
-            fixed_basis=not self.rebalance,
-            paired_factors=self.regulator,
-        )
+        phases = tuple(map(len, SCHEDULES[self.schedule])) if self.eliminator else (1,)
+        return Traits(phases=phases, fixed_basis=not self.rebalance, paired_factors=self.regulator)
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return FROZEN for the factor that this phase does not train, SHARED for all other tensors."""
@@ -81,13 +76,8 @@ class DEeR(Strategy):
         after = super().aggregate(state, results)
         if not self.rebalance:
             return after
-        return replace(
-            after,
-            shared=after.shared
-            | orthonormalize_frozen_factor(
-                after.shared, "A" if self._trained_factors(after.round)[after.phase] == "B" else "B"
-            ),
-        )
+        frozen = "A" if self._trained_factors(after.round)[after.phase] == "B" else "B"
+        return replace(after, shared=after.shared | orthonormalize_frozen_factor(after.shared, frozen))
 
     def _trained_factors(self, round: int) -> str:
         """Return the factors that the phases of a round train, in order, such as "BA"."""

@@ -56,10 +56,14 @@ class DPDyLoRA(Strategy):
 
         The scalar "scaling" is r / b: it turns the adapter's alpha / r into alpha / b.
         """
-        full = _full_rank(state.shared)
-        rank = self.rank(full, state.round)
-        cut = {name: _first_ranks(tensor, name, rank) for name, tensor in state.shared.items()}
-        return Payload(state.round, state.phase, cut, {"rank": float(full), "scaling": full / rank})
+        cut = dict(state.shared)
+        for name, tensor in state.shared.items():
+            if factor(name) == "A":
+                cut[name] = tensor[: self.rank(tensor.shape[0], state.round)]
+            elif factor(name) == "B":
+                cut[name] = tensor[:, : self.rank(tensor.shape[1], state.round)]
+        full = float(_full_rank(state.shared))
+        return Payload(state.round, state.phase, cut, {"rank": full, "scaling": full / _full_rank(cut)})
 
     def final(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return the factors at full rank, for the final evaluation."""
@@ -73,10 +77,15 @@ class DPDyLoRA(Strategy):
         full = _full_rank(payload.tensors)
         if self.tested_rank == "full":
             return {f"rank {full}": payload}
+        ranks = range(full, min(self.rank_min, full) - 1, -1)  # of equally good ones the highest
         found = {}
-        for b in range(full, min(self.rank_min, full) - 1, -1):  # of equally good ones the highest
-            tensors = {n: _pad(_first_ranks(t, n, b), n, full) for n, t in payload.tensors.items()}
-            tensors |= {n: t * (full / b) for n, t in tensors.items() if factor(n) == "B"}
+        for b in ranks:
+            tensors = dict(payload.tensors)
+            for name, tensor in payload.tensors.items():
+                if factor(name) == "A":
+                    tensors[name] = _pad(tensor[:b], name, tensor.shape[0])
+                elif factor(name) == "B":
+                    tensors[name] = _pad(tensor[:, :b], name, tensor.shape[1]) * (tensor.shape[1] / b)
             found[f"rank {b}"] = replace(payload, tensors=tensors)
         return found
 
@@ -101,12 +110,6 @@ class DPDyLoRA(Strategy):
 
 def _full_rank(tensors: Tensors) -> int:
     return next(t.shape[0] for n, t in tensors.items() if factor(n) == "A")
-
-
-def _first_ranks(tensor: Tensor, name: str, rank: int) -> Tensor:
-    if factor(name) == "A":
-        return tensor[:rank]
-    return tensor[:, :rank] if factor(name) == "B" else tensor
 
 
 def _cut(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

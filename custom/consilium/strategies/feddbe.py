@@ -74,7 +74,8 @@ class FedDBE(Strategy):
             nonlocal running
             moved = (1 - self.momentum) * running.to(mean) + self.momentum * mean
             running = moved.detach()
-            return self.kappa * (0.5 * (moved - trainer.start[MEAN].to(mean.device)).square()).mean() if pulls else None
+            common = trainer.start[MEAN].to(mean.device)
+            return self.kappa * (0.5 * (moved - common).square()).mean() if pulls else None
 
         trainer.fit(feature_penalty=pull)
         if not payload.round:

@@ -108,7 +108,8 @@ class FedDPA(Strategy):
 
         With `reading: as_in_code` T's local adapter trains from the second round on.
         """
-        if trainer.closing or (self.variant == "T" and not (self.reading == "as_in_code" and payload.round == 0)):
+        waits = self.reading == "as_in_code" and payload.round == 0
+        if trainer.closing or (self.variant == "T" and not waits):
             trainer.fit((name for name in trainer.start if is_local_adapter(name)), local_adapter_weight=self.local_share)
         if not trainer.closing:
             trainer.fit(name for name in trainer.start if not is_local_adapter(name))

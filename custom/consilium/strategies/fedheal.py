@@ -75,9 +75,8 @@ class FedHEAL(FedIT):
             rounds = past.get(ROUNDS, torch.zeros((), dtype=torch.int64)) + 1
             falls = {n: past.get(f"falls/{n}", torch.zeros_like(t, dtype=torch.int32)) + (t <= 0) for n, t in moved.items()}
             sites[name] = {f"falls/{n}": t.to(torch.int32) for n, t in falls.items()} | {ROUNDS: rounds} | kept[name]
-        return next_state(
-            self, state, shared=shared, sites=state.sites | sites, reported=state.reported | dict.fromkeys(masks, state.round)
-        )
+        reported = state.reported | dict.fromkeys(masks, state.round)
+        return next_state(self, state, shared=shared, sites=state.sites | sites, reported=reported)
 
     def mask(self, kept: Tensors, update: Tensors) -> Tensors:
         """Return mask_i by tensor, 0 or 1 in float64.
@@ -94,7 +93,8 @@ class FedHEAL(FedIT):
         total, count, found = sum(distances.values()), len(distances), {}
         for name, distance in distances.items():
             old = state.sites.get(name, {})
-            delta = (1 - self.beta) * float(old.get(DELTA, 0.0)) + self.beta * (distance / total if total > 0 else 1 / count)
+            part = distance / total if total > 0 else 1 / count
+            delta = (1 - self.beta) * float(old.get(DELTA, 0.0)) + self.beta * part
             weight = float(old.get(WEIGHT, 1 / count)) + delta
             found[name] = {key: torch.tensor(v, dtype=torch.float64) for key, v in ((WEIGHT, weight), (DELTA, delta))}
         return found

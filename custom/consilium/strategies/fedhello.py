@@ -125,13 +125,11 @@ class FedHeLLo(UnequalRanks):
         scores = state.matrices[SCORES].clone()
         for index, layer in enumerate(shapes(state.shared)):  # renew the scores of layers that were trained in this round
             moves = {name: factors(one.update.tensors, layer) for name, one in sorted(results.items())}
-            means = {
-                name: sum(float(part.double().square().sum()) for part in move) / sum(part.numel() for part in move)
-                for name, move in moves.items()
-                if move[0].numel()
-            }
-            if total := sum(share[name] for name in means):
-                scores[index] = sum(share[name] / total * mean for name, mean in means.items())
+            moves = {name: move for name, move in moves.items() if move[0].numel()}
+            if total := sum(share[name] for name in moves):
+                squares = {n: sum(float(part.double().square().sum()) for part in move) for n, move in moves.items()}
+                means = {n: squares[n] / sum(part.numel() for part in move) for n, move in moves.items()}
+                scores[index] = sum(share[name] / total * means[name] for name in moves)
         return replace(following, matrices={SCORES: scores})
 
 

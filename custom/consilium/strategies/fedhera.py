@@ -86,10 +86,8 @@ class FedHera(ExactServer):
     @property
     def traits(self) -> Traits:
         """See Strategy."""
-        said = (
-            "strategy.aggregation: 'literal' adds every site's whole start again in each round, so that W grows without any "
-            "training; use residual, unless the print's own rule is what you want to see"
-        )
+        what = "adds every site's whole start again in each round, so that W grows without any training"
+        said = f"strategy.aggregation: 'literal' {what}; use residual, unless the print's own rule is what you want to see"
         return replace(super().traits, warnings=(said,) if self.aggregation == "literal" else ())
 
     # server half ------------------------------------------------------------------------------------------------------
@@ -143,7 +141,8 @@ class FedHera(ExactServer):
         if self.gate == "open":
             return 1.0
         score = float(state.sites[name]["alignment"]) if name in state.sites else None
-        return gate(state.round, score, state.round - 1 - state.reported.get(name, -1), self.gate, self.decay)
+        age = state.round - 1 - state.reported.get(name, -1)
+        return gate(state.round, score, age, self.gate, self.decay)
 
     def site_weights(self, state: ServerState, uploads: Mapping[str, SiteResult]) -> dict[str, float]:
         """Return p_i by site, proportional to samples.
@@ -172,7 +171,8 @@ class FedHera(ExactServer):
 
         A site that was absent or trained no rank keeps its last value.
         """
-        if not (active := {name: one for name, one in uploads.items() if _trained_ranks(one)}):
+        active = {name: one for name, one in uploads.items() if _trained_ranks(one)}
+        if not active:
             return state.sites
         share = shares(active)
         layers = {n: changes(active, share, n, self.score == "cumulative") for n in shapes(state.initial)}
@@ -268,4 +268,5 @@ def gate(
     """
     aligned = 0.0 if score is None else min(1.0, max(-1.0, score))
     fresh = 1.0 if score is None else decay**age
-    return -math.expm1(-completed / 2 * ((1 + aligned) * fresh if schedule == "paper" else 1 + aligned * fresh))
+    weight = (1 + aligned) * fresh if schedule == "paper" else 1 + aligned * fresh
+    return -math.expm1(-completed / 2 * weight)

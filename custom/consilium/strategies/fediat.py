@@ -64,9 +64,8 @@ class FedIAT(Strategy):
     @property
     def traits(self) -> Traits:
         """See Strategy."""
-        return Traits(
-            fits_only=True, label=f"{self.name} {self.sharing}", variants=tuple({"sharing": sharing} for sharing in SHARINGS)
-        )
+        variants = tuple({"sharing": sharing} for sharing in SHARINGS)
+        return Traits(fits_only=True, label=f"{self.name} {self.sharing}", variants=variants)
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return SHARED or LOCAL by `sharing`.

@@ -110,25 +110,23 @@ class FedSCA(Strategy):
 
     def payload(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return the site's own mixture; for a site that has not reported yet, the shared mean."""
+        first = {} if site.joined else state.initial
         mixed = state.shared
-        if site.name in (names := sorted(state.sites)):
-            mixed = _weighted_sum(state.matrices[MATRIX][names.index(site.name)], [state.sites[other] for other in names])
-        return Payload(state.round, state.phase, {**mixed, **({} if site.joined else state.initial)})
+        if site.name in state.sites:
+            row = state.matrices[MATRIX][sorted(state.sites).index(site.name)]
+            mixed = _weighted_sum(row, [state.sites[other] for other in sorted(state.sites)])
+        return Payload(state.round, state.phase, {**mixed, **first})
 
     def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
         """Return the next state: each site's upload, the matrix, and in `shared` the weighted mean of this round's uploads."""
         fresh = {name: result.trained_tensors() for name, result in results.items()}
         sites = {**state.sites, **fresh}
-        weights = {**state.weights, **{name: float(result.weight) for name, result in results.items()}}
-        return next_state(
-            self,
-            state,
-            shared=_weighted_sum(shares(results).values(), list(fresh.values())),
-            sites=sites,
-            reported={**state.reported, **dict.fromkeys(fresh, state.round)},
-            weights=weights,
-            matrices={MATRIX: self._mixture_matrix(sites, weights, set(fresh))},
-        )
+        reported = {**state.reported, **dict.fromkeys(fresh, state.round)}
+        weights = {name: float(result.weight) for name, result in results.items()}
+        shared = _weighted_sum(shares(results).values(), list(fresh.values()))
+        known = {**state.weights, **weights}
+        matrices = {MATRIX: self._mixture_matrix(sites, known, set(fresh))}
+        return next_state(self, state, shared=shared, sites=sites, reported=reported, weights=known, matrices=matrices)
 
     def _mixture_matrix(self, sites: dict[str, Tensors], weights: dict[str, float], fresh: set[str]) -> Tensor:
         """Return the mixture weights (N, N), float64: the row's site receives the column's upload with that weight.
@@ -151,17 +149,18 @@ class FedSCA(Strategy):
     def _weights(self, flat: Tensor, prior: Tensor) -> Tensor:
         if self.mixture == "mean":
             return prior.expand(len(prior), -1)
-        return mixture_weights(
-            prior * (self.prior == "samples"), similarities(flat, self.similarity, self.normalize), self.alpha
-        )
+        return mixture_weights(self._effective_prior(prior), similarities(flat, self.similarity, self.normalize), self.alpha)
+
+    def _effective_prior(self, prior: Tensor) -> Tensor:
+        return prior if self.prior == "samples" else torch.zeros_like(prior)
 
     def diagnostics(self, state: ServerState, results: dict[str, SiteResult]) -> dict[str, float]:
         """Return how many sites receive only their own upload, and the smallest alpha at which one does. Warn of such sites."""
         if self.mixture == "mean" or len(results) < 2:
             return {}
-        prior = torch.tensor(list(shares(results).values()), dtype=torch.float64) * (self.prior == "samples")
+        prior = torch.tensor(list(shares(results).values()), dtype=torch.float64)
         flat = torch.stack([_flat(result.trained_tensors()) for result in results.values()])
-        limits = smallest_isolating_alpha(prior, similarities(flat, self.similarity, self.normalize))
+        limits = smallest_isolating_alpha(self._effective_prior(prior), similarities(flat, self.similarity, self.normalize))
         alone = [name for name, limit in zip(results, limits.tolist(), strict=True) if self.alpha >= limit]
         if alone:
             what = f"in round {state.round + 1} these sites receive only their own upload: {', '.join(alone)}"

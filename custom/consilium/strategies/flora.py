@@ -61,9 +61,8 @@ class FLoRA(ExactServer):
             # A is Kaiming-uniform; a smaller rank gives the first rows of a larger one.
             generator = torch.Generator().manual_seed(seed_for(self.seed, "fresh", state.round, layer))
             a = torch.empty(rank, into).uniform_(-(into**-0.5), into**-0.5, generator=generator)
-            tensors |= prefix_and_tail(
-                layer, (torch.cat([torch.zeros(out, rank), update.left], 1), torch.cat([a, update.right])), rank, 1.0
-            )
+            b = torch.zeros(out, rank)
+            tensors |= prefix_and_tail(layer, (torch.cat([b, update.left], 1), torch.cat([a, update.right])), rank, 1.0)
             tensors |= {} if update.dense is None else {f"{layer}.{WHOLE}": update.dense}
         return Payload(state.round, state.phase, tensors)
 

@@ -56,12 +56,7 @@ def drift_and_leakage(moves: Mapping[str, LocalUpdate], shared: Mapping[str, str
         "proposition 3.2/common drift": common,
         "proposition 3.2/leakage": leaked,
         "leaked share/of both": leaked / (common + leaked) if common + leaked else 0.0,
-        "assumption 3.3/smallest singular value": min(  # of the factors at the round's start; 0 while some B is 0
-            float(torch.linalg.svdvals(_factor(move.start, layer, which))[-1])
-            for move in moves.values()
-            for layer in shared
-            for which in "AB"
-        ),
+        "assumption 3.3/smallest singular value": smallest_factor_singular_value(moves, shared),
     }
 
 
@@ -74,6 +69,12 @@ def _change_times_factor(move: LocalUpdate, layer: str, which: str, private: Ten
     if which == "B":
         return b @ (a @ private.T) - b0 @ (a0 @ private.T)
     return (private.T @ b) @ a - (private.T @ b0) @ a0
+
+
+def smallest_factor_singular_value(moves: Mapping[str, LocalUpdate], layers: Mapping[str, str]) -> float:
+    """Return the smallest singular value of all sites' factors at the start of the round; 0 while some B is 0."""
+    factors = [_factor(move.start, layer, which) for move in moves.values() for layer in layers for which in "AB"]
+    return min(float(torch.linalg.svdvals(factor)[-1]) for factor in factors)
 
 
 def _factor(tensors: Tensors, layer: str, which: str) -> Tensor:

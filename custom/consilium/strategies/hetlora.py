@@ -80,9 +80,8 @@ class HetLoRA(UnequalRanks):
             kept, start = max(1, int(self.prune * rank)), results[name].sent.tensors
             shrunk = self.prune_weight > 0 and float(_norm_beyond(end, kept)) < float(_norm_beyond(start, kept))
             sites[name] = {"rank": torch.tensor([kept if shrunk else rank])}
-        return next_state(
-            self, state, shared=shared, sites=sites, reported=state.reported | dict.fromkeys(results, state.round)
-        )
+        reported = state.reported | dict.fromkeys(results, state.round)
+        return next_state(self, state, shared=shared, sites=sites, reported=reported)
 
     # client half ------------------------------------------------------------------------------------------------------
 

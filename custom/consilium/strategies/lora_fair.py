@@ -68,9 +68,8 @@ class LoraFair(Strategy):
         gram = a @ a.T
         towards = wanted[0].double() @ (wanted[1].double() @ a.T)  # D A'
         if self.loss == "frobenius":
-            return torch.linalg.solve(
-                gram + self.penalty * torch.eye(len(gram), dtype=gram.dtype), towards - b @ gram, left=False
-            )
+            identity = torch.eye(len(gram), dtype=gram.dtype)
+            return torch.linalg.solve(gram + self.penalty * identity, towards - b @ gram, left=False)
         length = low_rank_sums.norm(wanted)
         return _minimize_cosine_loss(towards / length, gram, b, self.penalty) if length > 0 and b.any() else torch.zeros_like(b)
 

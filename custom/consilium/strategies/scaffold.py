@@ -73,14 +73,10 @@ class Scaffold(FedIT):
         """Return the next state: the mean update added, and u_i updated for every site that reported."""
         mean = weighted_mean({n: r.update.tensors for n, r in results.items()}, shares(results))
         shared = {n: (t.double() + self.global_lr * mean[n]).to(t.dtype) for n, t in state.shared.items()}
-        return next_state(
-            self,
-            state,
-            shared=shared,
-            sites=state.sites | {name: controls(result) for name, result in results.items()},
-            weights=state.weights | {name: float(result.weight) for name, result in results.items()},
-            reported=state.reported | dict.fromkeys(results, state.round),
-        )
+        sites = state.sites | {name: controls(result) for name, result in results.items()}
+        weights = state.weights | {name: float(result.weight) for name, result in results.items()}
+        reported = state.reported | dict.fromkeys(results, state.round)
+        return next_state(self, state, shared=shared, sites=sites, weights=weights, reported=reported)
 
     # client half ------------------------------------------------------------------------------------------------------
 
@@ -90,7 +86,8 @@ class Scaffold(FedIT):
 
     def local_update(self, trainer: Trainer, payload: Payload) -> Payload:
         """Train, adding an equal part of u - u_i in every step."""
-        trainer.fit(correction={n.removeprefix(CONTROL): t for n, t in payload.tensors.items() if n.startswith(CONTROL)})
+        sent = payload.tensors.items()
+        trainer.fit(correction={n.removeprefix(CONTROL): t for n, t in sent if n.startswith(CONTROL)})
         return trainer.update()
 
 
@@ -102,4 +99,5 @@ def controls(result: SiteResult) -> Tensors:
 def weighted_mean(sites: Mapping[str, Tensors], weights: Mapping[str, float]) -> Tensors:
     """Return the mean of the sites' tensors in float64, summed in the order of names."""
     share = normalize_weights({name: weights[name] for name in sorted(sites)})
-    return {n: sum_tensors([share[site] * sites[site][n].double() for site in share]) for n in next(iter(sites.values()))}
+    names = next(iter(sites.values()))
+    return {n: sum_tensors([share[site] * sites[site][n].double() for site in share]) for n in names}

@@ -294,7 +294,8 @@ class Strategy:
 
     def payload(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return what `site` receives: the shared tensors and, before it has joined, the initial values of all others."""
-        return Payload(state.round, state.phase, {**state.shared, **({} if site.joined else state.initial)})
+        first = {} if site.joined else state.initial
+        return Payload(state.round, state.phase, {**state.shared, **first})
 
     def final(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return what `site` receives after the last round, to evaluate and save."""
@@ -332,9 +333,9 @@ class Strategy:
 
 def next_state(strategy: Strategy, state: ServerState, **changes: Any) -> ServerState:
     """Return the state of the next phase: of the same round, or the first of the next one. `changes`: its new fields."""
-    if state.phase + 1 < strategy.traits.phases_of(state.round):
-        return replace(state, phase=state.phase + 1, **changes)
-    return replace(state, round=state.round + 1, phase=0, **changes)
+    has_more = state.phase + 1 < strategy.traits.phases_of(state.round)
+    round, phase = (state.round, state.phase + 1) if has_more else (state.round + 1, 0)
+    return replace(state, round=round, phase=phase, **changes)
 
 
 def scaling_multiplier(strategy: Strategy, payload: Payload) -> float:

@@ -29,7 +29,7 @@ from consilium.strategies.strategy import Role, RoundResults, ServerState, SiteR
 
 
 LAST_PARTS = ("mask_decoder", "lm_head")
-"""Parts of a model behind its encoder, which by name would come before a `vision_encoder` and before `model`."""
+"""Parts of a model after its encoder. Sorted by name, they would come before `vision_encoder` and before `model`."""
 
 
 def shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
@@ -237,7 +237,8 @@ class UnequalRanks(Strategy):
         if not sum(self._tier_probabilities().values()) > 0:
             raise ConfigError("strategy.profile: every share is 0; give one tier a share over 0")
         for name, tier in self.tiers.items():
-            if not (0 < tier.train <= tier.download or self.least_train == tier.train == 0 < tier.download):
+            trains = tier.train > 0 or tier.train == self.least_train
+            if not (trains and tier.train <= tier.download and tier.download > 0):
                 least = "over 0" if self.least_train is None else "0 or more"
                 raise ConfigError(f"strategy.tiers.{name}: train must be {least} and at most download, which is over 0")
 
@@ -259,12 +260,13 @@ class UnequalRanks(Strategy):
     def draw_tier(self, site: str) -> Tier:
         """Return the tier drawn from the profile for a site without `capacity`."""
         shares = self._tier_probabilities()
-        return self.tiers[random.Random(seed_for(self.seed, "tier", site)).choices(list(shares), list(shares.values()))[0]]
+        draw = random.Random(seed_for(self.seed, "tier", site))
+        return self.tiers[draw.choices(list(shares), list(shares.values()))[0]]
 
     def affordable_ranks(self, site: SiteInfo) -> dict[str, float]:
         """Return the average ranks per layer that the site's limits allow, by limit: `download`, `time` and `memory`."""
         tier = self.draw_tier(site.name)
-        return {"download": tier.download, "time": tier.train, "memory": tier.train, **site.capacity}
+        return {"download": tier.download, "time": tier.train, "memory": tier.train} | dict(site.capacity)
 
     def train_rank(self, site: SiteInfo) -> int:
         """Return the rank, at least 1, that the site trains if an algorithm uses equal ranks in all layers."""
@@ -301,10 +303,8 @@ def at_one_rank(strategy: Strategy, rank: int) -> Strategy:
     if not isinstance(strategy, UnequalRanks):
         return strategy
     if strategy.tiers != _paper_tiers() or strategy.profile != "uniform":
-        raise ConfigError(
-            "strategy.tiers, strategy.profile: are for sites of unequal ranks, and adapter.kind 'lora' has one; remove them, "
-            "or use dual_rank"
-        )
+        what = "are for sites of unequal ranks, and adapter.kind 'lora' has one"
+        raise ConfigError(f"strategy.tiers, strategy.profile: {what}; remove them, or use dual_rank")
     return replace(strategy, tiers={"all": Tier(rank, rank)}, profile={"all": 1.0})
 
 
@@ -349,9 +349,10 @@ class ExactServer(UnequalRanks):
 
     def initialize(self, initial: Tensors) -> ServerState:
         """Return the state before round 0: W = 0."""
+        zero = {layer: low_rank_sums.zero_update(*shape) for layer, shape in shapes(initial).items()}
         others = non_lora_tensors(initial)
         state = ServerState(0, 0, others, {n: t for n, t in initial.items() if n not in others})
-        return self._with_spectra(state, {layer: low_rank_sums.zero_update(*shape) for layer, shape in shapes(initial).items()})
+        return self._with_spectra(state, zero)
 
     def payload(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return the global update truncated to the site's download ranks; the site trains all of it."""
@@ -375,14 +376,9 @@ class ExactServer(UnequalRanks):
         share, updates = self.site_weights(state, results), global_updates(state)
         for layer in updates:
             updates[layer] = self.merge_layer(updates[layer], changes(results, share, layer, self.merges_tails))
-        after = next_state(
-            self,
-            state,
-            shared=mean_non_lora_tensors(state, results, share),
-            sites=self.sites_after(state, results, updates),
-            reported=state.reported | dict.fromkeys(results, state.round),
-        )
-        return self._with_spectra(after, updates)
+        reported = state.reported | dict.fromkeys(results, state.round)
+        after = next_state(self, state, shared=mean_non_lora_tensors(state, results, share), reported=reported)
+        return self._with_spectra(replace(after, sites=self.sites_after(state, results, updates)), updates)
 
     def _with_spectra(self, state: ServerState, updates: Mapping[str, Update]) -> ServerState:
         """Return the state with `updates` as W / s, and with their SVDs."""
@@ -391,7 +387,8 @@ class ExactServer(UnequalRanks):
         for layer, update in updates.items():
             parts = {"left": update.left, "right": update.right} if update.dense is None else {"dense": update.dense}
             shared |= {f"{layer}.{part}": tensor for part, tensor in parts.items()}
-        for layer, found in low_rank_sums.spectra(updates if self.decomposes else {}, top).items():
+        wanted = updates if self.decomposes else {}
+        for layer, found in low_rank_sums.spectra(wanted, top).items():
             matrices |= {f"{layer}.u": found.left, f"{layer}.values": found.values, f"{layer}.v": found.right}
             matrices[f"{layer}.energy"] = torch.tensor([found.energy, found.error], dtype=torch.float64)
         return replace(state, shared=shared, matrices=matrices)

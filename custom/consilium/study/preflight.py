@@ -88,11 +88,11 @@ class DataDigests:
         write_atomic(self._path, json.dumps(self._known).encode())
 
     def _path_digest(self, path: Path) -> str:
-        """Return the digest of a file, or of all files in a folder except hidden ones, which no reader reads."""
+        """Return the digest of a file, or of all files in a folder that are not hidden and not in a hidden folder."""
         if not path.is_dir():
             return self._file_digest(path)
-        names = sorted(one.relative_to(path).as_posix() for one in path.rglob("[!.]*") if one.is_file())
-        names = [name for name in names if "/." not in name]
+        names = sorted(one.relative_to(path).as_posix() for one in path.rglob("*") if one.is_file())
+        names = [name for name in names if "/." not in f"/{name}"]
         return hashlib.sha256("".join(f"{name} {self._file_digest(path / name)}\n" for name in names).encode()).hexdigest()
 
     def _file_digest(self, path: Path) -> str:
@@ -226,10 +226,8 @@ def count_and_cache_flops(study: Study) -> float | None:
         if (samples := generated_samples(config, len(site_names(cell.sites, None))) or given) is None:
             save_flops(study, None)
             return None
-        job, said = (
-            assemble_job(config, cell.base),
-            config.model_dump(mode="json", include={"model", "adapter", "task", "strategy"}),
-        )
+        job = assemble_job(config, cell.base)
+        said = config.model_dump(mode="json", include={"model", "adapter", "task", "strategy"})
         key = json.dumps([said, config.training.gradient_checkpointing])
         if key not in known:
             known[key] = flops_per_sample(job)

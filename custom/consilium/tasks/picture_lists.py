@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from consilium.core.lazy import lazy
 from consilium.data.check_report import Findings
@@ -20,12 +20,15 @@ def usable_reader(classes: bool) -> Callable[[Path, list[Lost]], DataList]:
 
 def expand_to_slices_and_tiles(config: Any, data: DataList) -> DataList:
     """Return a data list with volumes expanded to planes and large pictures to tiles. Raises DataError."""
-    return cast(DataList, _expand(data, config))
+    found: DataList = _expand(data, config)
+    return found
 
 
 def check(
     path: Path, config: Any = None, tokenizer: Any = None, input_size: int = 0, prepare_list: Change | None = None
 ) -> Findings:
     """Return the findings of the check of a data list and its files, for a job's task if `config` is given. See Check."""
-    classes = (config.classes, config) if config else ()
-    return cast(Findings, _check_datalist(path, *classes, prepare_list=prepare_list, size=input_size))
+    found: Findings = _check_datalist(
+        path, *((config.classes, config) if config else ()), prepare_list=prepare_list, size=input_size
+    )
+    return found

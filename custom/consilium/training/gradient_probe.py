@@ -62,7 +62,8 @@ def gradients_of(loss: Tensor, of: Mapping[str, Tensor]) -> Tensors:
     """Return the gradients of the loss for the tensors `of`, by name, on the CPU; 0 for tensors that it does not depend on."""
     if not loss.requires_grad:  # it depends on none, such as the last layer of SAM's decoder, which produces no mask
         return {name: torch.zeros_like(p, device="cpu") for name, p in of.items()}
-    given = zip(of.items(), torch.autograd.grad(loss, list(of.values()), allow_unused=True), strict=True)
+    found = torch.autograd.grad(loss, list(of.values()), allow_unused=True)
+    given = zip(of.items(), found, strict=True)
     return {name: (torch.zeros_like(p) if g is None else g).detach().cpu() for (name, p), g in given}
 
 

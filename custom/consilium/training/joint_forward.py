@@ -220,7 +220,9 @@ def _run_each_on_its_rows(
         raise ValueError(f"{type(modules[0]).__name__} gets {tuple(hidden.shape)} for {sum(sizes)} rows")
     weights = [cast(Tensor, one.weight) for one in modules if type(one) is nn.Linear and one.bias is None]
     if len(weights) == len(modules) and len(set(sizes)) == 1 and len({one.shape for one in weights}) == 1:
+        stacked = torch.stack(weights)
         rows = hidden.reshape(len(modules), -1, hidden.shape[-1])
-        return torch.bmm(rows, torch.stack(weights).transpose(1, 2)).reshape(*hidden.shape[:-1], -1)
-    parts = zip(forwards, modules, hidden.split([size * factor for size in sizes]), strict=True)
+        return torch.bmm(rows, stacked.transpose(1, 2)).reshape(*hidden.shape[:-1], -1)
+    chunks = hidden.split([size * factor for size in sizes])
+    parts = zip(forwards, modules, chunks, strict=True)
     return torch.cat([forward(one, chunk, *more, **options) for forward, one, chunk in parts])

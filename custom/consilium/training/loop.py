@@ -40,9 +40,8 @@ def make_optimizer(parameters: list[nn.Parameter], config: TrainingConfig) -> to
     common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if config.optimizer == "sgd":
         return torch.optim.SGD(parameters, momentum=config.momentum, **common)
-    return {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.optimizer](
-        parameters, fused=all(parameter.device.type in FUSED for parameter in parameters), **common
-    )
+    fused = all(parameter.device.type in FUSED for parameter in parameters)
+    return {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.optimizer](parameters, fused=fused, **common)
 
 
 def learning_rate(config: TrainingConfig, done: int, total: int) -> float:
@@ -66,7 +65,8 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, names: list[str], kept: 
 
 def state_of(optimizer: torch.optim.Optimizer, names: list[str]) -> Tensors:
     """Return an optimizer's state by "parameter/field" (Adam: step, exp_avg, exp_avg_sq; momentum: momentum_buffer)."""
-    fields = ((names[i], field, value) for i, one in optimizer.state_dict()["state"].items() for field, value in one.items())
+    state = optimizer.state_dict()["state"]
+    fields = ((names[i], field, value) for i, one in state.items() for field, value in one.items())
     return {f"{name}/{field}": value.detach().cpu().clone() for name, field, value in fields if isinstance(value, Tensor)}
 
 

@@ -118,7 +118,8 @@ def shard(model: nn.Module, mesh: "DeviceMesh", device: torch.device) -> list["F
         raise ConsiliumError(f"site.yaml: base: 'sharded': {what}; use replicated", Reason.POLICY)
     ignored = cast(set[nn.Parameter], whole)
     found = [fully_shard(block, mesh=mesh, reshard_after_forward=True, ignored_params=ignored) for block in blocks]
-    for tensor in [*whole, *model.buffers()]:
+    tensors = [*whole, *model.buffers()]
+    for tensor in tensors:
         tensor.data = tensor.data.to(device)
     return found
 

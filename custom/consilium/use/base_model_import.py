@@ -253,9 +253,10 @@ def _load_folder(source: Path) -> _Source:
     refuse_adapter(source)
     config = read_json(source, "config.json")
     if (kind := config.get("model_type")) in TextEncoderConfig.apart and not config.get("is_decoder"):
+        place = json.dumps(str(source.resolve()), ensure_ascii=False)  # whole, and quoted for YAML
         raise ConfigError(
             f"SOURCE: {source}: {kind!r} is a text encoder, which needs no import; name the folder in job.yaml: "
-            f"model: {{name: text_encoder, variant: folder, checkpoint: {source}, config: {source}}}"
+            f"model: {{name: text_encoder, variant: folder, checkpoint: {place}, config: {place}}}"
         )
     try:
         model = build_causal_lm("folder", source, config)

@@ -194,17 +194,22 @@ def open_site_folder(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -
 
     Raises ConfigError for an invalid name, and if the folder belongs to another submitter or another site.
     """
-    if (own := None if is_simulated_process() else site.state) is not None:
+    if (own := _configured_state_folder(site)) is not None:
         return _claim_and_sweep_folder(fl_ctx, job, own, name)
     return _claim_and_sweep_folder(fl_ctx, job, state_folder(fl_ctx)) / "sites" / name
 
 
 def former_site_folder(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path | None:
     """Return the site's folder of the run that a cross-site job scores; None if the site took no part. Raises ConfigError."""
-    own = None if is_simulated_process() else site.state  # a simulation writes into its workspace only
+    own = _configured_state_folder(site)
     former = former_run_folder(fl_ctx, job, own, name if own else "")
     found = former if former is None or own else former / "sites" / name
     return found if found and found.is_dir() else None
+
+
+def _configured_state_folder(site: SiteConfig) -> Path | None:
+    """Return `state` of the site's site.yaml; None in a simulation, which writes into its workspace only."""
+    return None if is_simulated_process() else site.state
 
 
 def former_run_folder(fl_ctx: FLContext, job: Job, own: Path | None = None, site: str = "") -> Path | None:

@@ -50,13 +50,15 @@ class SiteProcess:
         self._process = self.context.Process(target=_become_site_process, args=(command[2:], env))  # without "python -m"
         with self._starting:  # FLARE starts each site from a thread
             self._process.start()
-        self.terminate, self.kill = self._process.terminate, self._process.kill
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code; None while the process runs."""
+        return self._process.exitcode
 
     def poll(self) -> int | None:
         """Return the exit code; None while the process runs."""
         return self._process.exitcode
-
-    returncode = property(poll)
 
     def wait(self, timeout: float | None = None) -> int | None:
         """Wait for the end of the process. Raises subprocess.TimeoutExpired."""
@@ -64,6 +66,14 @@ class SiteProcess:
         if timeout is not None and self._process.is_alive():
             raise subprocess.TimeoutExpired(WORKER, timeout)
         return self._process.exitcode
+
+    def terminate(self) -> None:
+        """End the process by SIGTERM."""
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """End the process by SIGKILL."""
+        self._process.kill()
 
 
 def _become_site_process(command: list[str], env: dict[str, str]) -> None:

@@ -39,4 +39,5 @@ def text_clusters(count: int, folder: Path | None, seed: int, texts: Sequence[st
     variant: Literal["tiny", "folder"] = "folder" if folder else "tiny"
     with name_field_in_errors("--model"):
         model, tokenizer = build_causal_lm(variant, folder), load_tokenizer(variant, folder)
-    return cluster_points(embeddings(model, tokenizer, texts), count, seed)
+    points = embeddings(model, tokenizer, texts)
+    return cluster_points(points, count, seed)

@@ -94,7 +94,8 @@ class ClipClassifier(nn.Module):
 
     def features(self, images: Tensor) -> Tensor:
         """Map RGB images (N, 3, S, S) in 0..255 to (N, F): the class token after the last LayerNorm, projected."""
-        return self.projection(self.vision_model((images - self.pixel_mean) / self.pixel_std).last_hidden_state[:, 0])
+        output = self.vision_model((images - self.pixel_mean) / self.pixel_std)
+        return self.projection(output.last_hidden_state[:, 0])
 
 
 def build_clip(
@@ -160,7 +161,8 @@ def _resize(name: str, tensor: Tensor, want: Tensor | None) -> Tensor:
         return tensor
     flat = tensor.flatten(0, -2)
     old, new = round((len(flat) - 1) ** 0.5), round((want.numel() / want.shape[-1] - 1) ** 0.5)
-    moved = F.interpolate(flat[1:].T.reshape(1, -1, old, old), (new, new), mode="bicubic", antialias=True).flatten(2)[0].T
+    grid = flat[1:].T.reshape(1, -1, old, old)
+    moved = F.interpolate(grid, (new, new), mode="bicubic", antialias=True).flatten(2)[0].T
     return torch.cat([flat[:1], moved]).view_as(want)
 
 

@@ -1,7 +1,7 @@
 """Exports a SAM: weights with Meta's names, the code that loads them by `segment_anything`, and graphs of its two parts."""
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -75,7 +75,8 @@ def logits(images, prompts):
 def save(folder: Path, model: Any, config: SamConfig, task: Any, tokenizer: Any) -> str:
     """See registry.Saved. The position embeddings are those of the job's image size."""
     if config.variant == "folder":
-        return cast(str, lazy(f"{FOLDER_MODELS}:save")(folder, model, config))
+        written: str = lazy(f"{FOLDER_MODELS}:save")(folder, model, config)
+        return written
     join_qkv(model)
     save_weights(folder, model)
     return loading_page(model, config)
@@ -121,7 +122,8 @@ class Decoder(nn.Module):
 
     def forward(self, embedding: Tensor, prompts: Tensor | None = None) -> Tensor:
         """Map embeddings (N, C, h, w) and boxes (N, classes, 4) or points (N, classes, 2) to mask logits (N, classes, S, S)."""
-        return F.interpolate(self.sam.decode_prompts(embedding, prompts), self.size, mode="bilinear", align_corners=False)
+        low = self.sam.decode_prompts(embedding, prompts)
+        return F.interpolate(low, self.size, mode="bilinear", align_corners=False)
 
 
 def graphs(model: Any) -> dict[str, Graph]:

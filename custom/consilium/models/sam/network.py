@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -70,7 +70,9 @@ class PromptedSam(Sam):
         the whole image. Points (N, C, 2), xy, use the class's own token, because a point in a part is also in the whole; a NaN
         row means no point. Raises ConfigError if prompts are missing.
         """
-        low = self.decode_prompts(self.embed(images) if embedding is None else embedding, prompts)
+        if embedding is None:
+            embedding = self.embed(images)
+        low = self.decode_prompts(embedding, prompts)
         return F.interpolate(low, images.shape[-2:], mode="bilinear", align_corners=False)
 
     def embed(self, images: Tensor) -> Tensor:
@@ -81,8 +83,8 @@ class PromptedSam(Sam):
         """Map normalized images (N, 3, S, S) to embeddings (N, prompt width, S / patch, S / patch)."""
         encoder = self.image_encoder
         hidden = encoder.patch_embed(images) + encoder.pos_embed
-        saving = self.use_checkpointing and self.training
         for block in encoder.blocks:
+            saving = self.use_checkpointing and self.training
             hidden = checkpointed(block, hidden, use_reentrant=False) if saving else block(hidden)
         return encoder.neck(hidden.permute(0, 3, 1, 2))
 
@@ -110,9 +112,8 @@ class PromptedSam(Sam):
             sparse = torch.cat([point, nothing], 1)  # SAM's own padding of points without a box
         output = torch.cat([decoder.iou_token.weight, decoder.mask_tokens.weight]).expand(count, -1, -1)
         queries = torch.cat([output, sparse.expand(count, -1, -1)], dim=1)
-        hidden, source = decoder.transformer(
-            embedding + dense, self.prompt_encoder.get_dense_pe().expand(count, -1, -1, -1), queries
-        )
+        positions = self.prompt_encoder.get_dense_pe().expand(count, -1, -1, -1)
+        hidden, source = decoder.transformer(embedding + dense, positions, queries)
         upscaled = decoder.output_upscaling(source.transpose(1, 2).view_as(embedding))
         heads = [decoder.output_hypernetworks_mlps[t](hidden[:, 1 + t]) for t in tokens]
         return torch.einsum("ntc,nchw->nthw", torch.stack(heads, dim=1), upscaled)
@@ -199,8 +200,10 @@ def build(config: SamConfig, task: Any, checkpoint: Path | None, weights: bool, 
     prompt: Prompt = getattr(task, "prompt", "none")
     classes = len(task.classes)
     if config.variant == "folder":
-        make = lazy(f"{FOLDER_MODELS}:build_promptable")
-        return cast(nn.Module, make(config, checkpoint, classes, prompt, weights, use_checkpointing))
+        made: nn.Module = lazy(f"{FOLDER_MODELS}:build_promptable")(
+            config, checkpoint, classes, prompt, weights, use_checkpointing
+        )
+        return made
     return build_sam(
         config.variant, checkpoint, config.image_size, classes, prompt, config.attention, use_checkpointing, weights
     )
@@ -208,7 +211,8 @@ def build(config: SamConfig, task: Any, checkpoint: Path | None, weights: bool, 
 
 def layer_pattern(name: str, pattern: str, model: nn.Module) -> str:
     """Return the pattern of a target set: `pattern` for Meta's layout, else one that finds a folder's layers by function."""
-    return pattern if hasattr(model, "image_encoder") else cast(str, lazy(f"{FOLDER_MODELS}:pattern")(name, model))
+    found: str = pattern if hasattr(model, "image_encoder") else lazy(f"{FOLDER_MODELS}:pattern")(name, model)
+    return found
 
 
 def _read(variant: str, checkpoint: Path | None) -> dict[str, Tensor]:

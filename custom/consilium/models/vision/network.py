@@ -158,14 +158,8 @@ def save(target: Path, model: Any, config: VisionConfig, task: Any, tokenizer: A
     head, projection = model.head, getattr(model, "visual_projection", None)
     transformers_folder.restore_class(model, "head", "pooled")
     save_pretrained(target, getattr(model, "vision_model", model))
-    save_tensors(
-        target / HEAD_FILE,
-        {
-            "head.weight": head.weight,
-            "head.bias": head.bias,
-            **({} if projection is None else {"projection": projection.weight}),
-        },
-    )
+    behind = {} if projection is None else {"projection": projection.weight}
+    save_tensors(target / HEAD_FILE, {"head.weight": head.weight, "head.bias": head.bias, **behind})
     more = ", interpolate_pos_encoding=True" if interpolates and own.image_size != config.image_size else ""
     code = _LOAD.format(
         file=HEAD_FILE,

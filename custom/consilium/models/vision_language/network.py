@@ -43,9 +43,8 @@ def _qwen_tokens(config: Any, side: int) -> PictureTokens:
     patch = sees.patch_size * sees.spatial_merge_size
     require_multiple(side, patch, f"{patch}, a patch of this model's tokens")
     count = (side // sees.patch_size // sees.spatial_merge_size) ** 2
-    return PictureTokens(
-        config.image_token_id, (config.vision_start_token_id, *((config.image_token_id,) * count), config.vision_end_token_id)
-    )
+    inner = (config.image_token_id,) * count
+    return PictureTokens(config.image_token_id, (config.vision_start_token_id, *inner, config.vision_end_token_id))
 
 
 def _paligemma_tokens(config: Any, side: int) -> PictureTokens:
@@ -84,11 +83,8 @@ def _qwen_vision_inputs(config: Any, ids: Tensor, pixels: Tensor, answers: Tenso
     sees = config.vision_config
     count, size = len(pixels), pixels.shape[-1] // sees.patch_size
     grid = torch.tensor([[1, size, size]], device=ids.device).expand(count, -1)
-    return {
-        "pixel_values": qwen_patches(pixels, sees),
-        "image_grid_thw": grid,
-        "mm_token_type_ids": (ids == config.image_token_id).int(),
-    }
+    kinds = (ids == config.image_token_id).int()
+    return {"pixel_values": qwen_patches(pixels, sees), "image_grid_thw": grid, "mm_token_type_ids": kinds}
 
 
 def qwen_patches(pixels: Tensor, vision_config: Any) -> Tensor:
@@ -104,10 +100,8 @@ def _plain_inputs(config: Any, ids: Tensor, pixels: Tensor, answers: Tensor) -> 
     if config.model_type == "llava":
         return {"pixel_values": pixels}
     # PaliGemma's picture and prompt see each other both ways
-    return {
-        "pixel_values": pixels,
-        "token_type_ids": (answers if config.model_type == "paligemma" else ids == _token(config)).long(),
-    }
+    kinds = answers if config.model_type == "paligemma" else ids == _token(config)
+    return {"pixel_values": pixels, "token_type_ids": kinds.long()}
 
 
 LAYOUTS: dict[str, tuple[Callable[[Any, int], PictureTokens], Callable[[Any, Tensor, Tensor, Tensor], Inputs]]] = {
@@ -123,8 +117,9 @@ LAYOUTS: dict[str, tuple[Callable[[Any, int], PictureTokens], Callable[[Any, Ten
 def picture_tokens(config: Any, side: int) -> PictureTokens:
     """Return the tokens of a picture of `side` pixels for a `transformers` configuration. Raises ConfigError if unknown."""
     if config.model_type not in LAYOUTS:
+        known = ", ".join(LAYOUTS)
         raise ConfigError(
-            f"model.config: model_type {config.model_type!r} takes pictures in a way of its own; known are {', '.join(LAYOUTS)}"
+            f"model.config: model_type {config.model_type!r} takes pictures in a way of its own; known are {known}"
         )
     return LAYOUTS[config.model_type][0](config, side)
 
@@ -154,9 +149,8 @@ class Seeing(PreTrainedModel):
         """Return the model's inputs from token ids and mask (N, T), RGB images (N, 3, S, S) in 0..255, one per text, and the
         mask of answer tokens (N, T) bool.
         """
-        inputs = LAYOUTS[self.config.model_type][1](
-            self.config, input_ids, (images - self.pixel_mean) / self.pixel_std, answers
-        )
+        pixels = (images - self.pixel_mean) / self.pixel_std
+        inputs = LAYOUTS[self.config.model_type][1](self.config, input_ids, pixels, answers)
         return {"input_ids": input_ids, "attention_mask": attention_mask} | inputs
 
     def text_inputs(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:

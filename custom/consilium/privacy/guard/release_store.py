@@ -55,10 +55,8 @@ def mark_paid(folder: Path, place: tuple[int, int]) -> None:
     with refuse_if_unwritable(folder / FILE):
         if _pending_path(folder, place).is_file():
             for path in folder.glob("unpaid-*"):  # before the replacement, so that no older one remains
-                if (found := re.fullmatch(r"unpaid-(\d+)-(\d+)\.safetensors", path.name)) and (
-                    int(found[1]),
-                    int(found[2]),
-                ) < place:
+                numbers = re.fullmatch(r"unpaid-(\d+)-(\d+)\.safetensors", path.name)
+                if numbers and (int(numbers[1]), int(numbers[2])) < place:
                     path.unlink()
             os.replace(_pending_path(folder, place), folder / FILE)
 

@@ -131,19 +131,15 @@ def _signed_fields(job: str, run: str, name: str, key: str) -> tuple[bytes, ...]
 
 def check_entry(found: Any, key: rsa.RSAPublicKey, job: str, run: str, name: str) -> None:
     """Raise RefusedError unless the key in an entry is signed by the site `name` for this run of this job."""
-    if len(found["key"]) != 64 or not is_signed_by(
-        key, found["signature"], "hello", *_signed_fields(job, run, name, found["key"])
-    ):
+    signed = _signed_fields(job, run, name, found["key"])
+    if len(found["key"]) != 64 or not is_signed_by(key, found["signature"], "hello", *signed):  # an X25519 key in hex digits
         raise refusal_error(f"the key of {name[:80]!r} is not signed by it")
 
 
 def check_form(found: Any, name: str) -> None:
     """Raise RefusedError unless an entry has exactly its three fields, all of them text."""
-    if (
-        not isinstance(found, dict)
-        or found.keys() != {"key", "certificate", "signature"}
-        or not all(map(is_text_field, found.values()))
-    ):
+    fields = {"key", "certificate", "signature"}
+    if not isinstance(found, dict) or found.keys() != fields or not all(map(is_text_field, found.values())):
         raise refusal_error(f"the entry of {str(name)[:80]!r} is invalid")
 
 
@@ -192,8 +188,8 @@ def roster_keys(
 
 # simulated identities --------------------------------------------------------------------------------------------------
 # A simulation makes a root certificate and the sites' keys itself, for one run on one machine. The protocol is the
-# same as with real keys, but keys that one machine makes for all sites protect nobody. They stay in the run's folder until the
-# run ends, so that a resumed run has them.
+# same as with real keys. But one machine knows the keys of all sites, so they protect nobody. They stay in the run's folder
+# until the run ends, so that a resumed run has them.
 
 FOLDER = "identities"
 ROOT, SERVER = "simulation", "server"

@@ -102,12 +102,8 @@ class ClassificationTask(SampledTask):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean cross-entropy of a batch in float32, balanced by the job's `task.balance`."""
         device = next(model.parameters()).device
-        return balanced_loss(
-            model(batch[self._key].to(device, non_blocking=True)).float(),
-            batch["label"].to(device),
-            self._counts.to(device),
-            self._balance,
-        )
+        logits = model(batch[self._key].to(device, non_blocking=True)).float()
+        return balanced_loss(logits, batch["label"].to(device), self._counts.to(device), self._balance)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: str, batch_size: int, full: bool = False) -> dict[str, float]:
@@ -296,15 +292,16 @@ def score(
     return found
 
 
-def _check_item(item: Item | Text, classes: Sequence[str], settings: PictureSettings) -> None:
-    if isinstance(item, Item):
-        image_shape(item, settings)
+def _check_item(item: Item, classes: Sequence[str], settings: PictureSettings) -> None:
+    image_shape(item, settings)
     class_index(item, classes)
 
 
 def check_item(config: ClassificationConfig, item: Item | Text) -> None:
     """Raise DataError for a sample without a class of the task, or for a picture with a header that cannot be read."""
-    _check_item(item, config.classes, config)
+    if isinstance(item, Item):
+        image_shape(item, config)
+    class_index(item, config.classes)
 
 
 def build(config: ClassificationConfig, model: ModelConfig, data: DataList, tokenizer: Any) -> ClassificationTask:

@@ -171,13 +171,8 @@ def scores(config: LanguageConfig) -> Scores:
     if config.evaluate == "exact" and config.extraction != "any":
         remark = f", answers read by {RULES[config.extraction]} rule"
     beside = (*written[1:], "loss") if written else _beside_loss(config)
-    return Scores(
-        (*written[:1], "loss"),
-        (*beside, *_truncation_metrics(config)),
-        HEADINGS,
-        remark,
-        meanings={"accuracy_norm": NORM, "bits_per_token": TOKENS, "preferred": REWARD},
-    )
+    meanings = {"accuracy_norm": NORM, "bits_per_token": TOKENS, "preferred": REWARD}
+    return Scores((*written[:1], "loss"), (*beside, *_truncation_metrics(config)), HEADINGS, remark, meanings=meanings)
 
 
 _TASK = "consilium.tasks.language.task"
@@ -196,10 +191,8 @@ def _check(
     if config is None:
         return cast(Findings, _check_texts(path))
     encoder = _encoder(tokenizer, input_size, config.prompt)
-    return cast(
-        Findings,
-        _check_texts(path, encoder.full_length, input_size, check_fit=partial(_check_fit, config=config, encoder=encoder)),
-    )
+    fit = partial(_check_fit, config=config, encoder=encoder)
+    return cast(Findings, _check_texts(path, encoder.full_length, input_size, check_fit=fit))
 
 
 LANGUAGE = TaskKind(

@@ -191,9 +191,8 @@ def pack(batch: Batch) -> Packed:
         made[here] = values.cpu()[mask]
         return made.view(count, width)
 
-    return Packed(
-        rows(batch["input_ids"], 0), rows(at, 0), rows(following, IGNORED), rows(segments[:, None].expand_as(mask), 0), places
-    )
+    own = segments[:, None].expand_as(mask)
+    return Packed(rows(batch["input_ids"], 0), rows(at, 0), rows(following, IGNORED), rows(own, 0), places)
 
 
 def _places(lengths: list[int], width: int) -> tuple[Tensor, Tensor, int]:

@@ -122,9 +122,8 @@ class Encoder:
         answer = self.answer(text)
         prompt, cut = self.prompt(text, max(self.max_length - len(answer), self._least))
         kept = answer[: self.max_length - len(prompt)]
-        return Encoded(
-            prompt + kept, ([IGNORED] * len(prompt) if not self._whole else prompt) + kept, cut, len(kept) < len(answer)
-        )
+        unlearned = [IGNORED] * len(prompt) if not self._whole else prompt
+        return Encoded(prompt + kept, unlearned + kept, cut, len(kept) < len(answer))
 
     def full_length(self, text: Text) -> int:
         """Return the number of tokens of a record with its first reference, before shortening.
@@ -132,10 +131,8 @@ class Encoder:
         Of a preference record, that of the longer answer.
         """
         if text.rejected:
-            return max(
-                self.full_length(replace(text, outputs=(text.rejected,), rejected="")),
-                self.full_length(replace(text, rejected="")),
-            )
+            worse = self.full_length(replace(text, outputs=(text.rejected,), rejected=""))
+            return max(worse, self.full_length(replace(text, rejected="")))
         if text.history and self._prompt.form == "chat":
             return len(self._encode_conversation(text).ids)
         return len(self.prompt(text, WHOLE)[0]) + len(self.answer(text))
@@ -162,9 +159,8 @@ class Encoder:
         begin = self._begin if [token for token, _ in pairs[:1]] != self._begin else []
         pairs = [*((token, False) for token in begin), *pairs]
         ids = [token for token, _ in pairs]
-        return Encoded(
-            ids, list(ids) if self._whole else [token if learned else IGNORED for token, learned in pairs], False, False
-        )
+        labels = [token if learned else IGNORED for token, learned in pairs]
+        return Encoded(ids, list(ids) if self._whole else labels, False, False)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return generated tokens as text, without special tokens and outer spaces."""
@@ -174,18 +170,13 @@ class Encoder:
     def collate(self, pairs: Sequence[tuple[list[int], list[int]]]) -> dict[str, Tensor]:
         """Return "input_ids", "attention_mask" and "labels" (N, T), padded on the right."""
         ids, labels = zip(*pairs, strict=True)
-        return {
-            "input_ids": _pad(ids, self.pad),
-            "attention_mask": _pad([[1] * len(row) for row in ids], 0),
-            "labels": _pad(labels, IGNORED),
-        }
+        mask = [[1] * len(row) for row in ids]
+        return {"input_ids": _pad(ids, self.pad), "attention_mask": _pad(mask, 0), "labels": _pad(labels, IGNORED)}
 
     def collate_prompts(self, prompts: Sequence[list[int]]) -> dict[str, Tensor]:
         """Return "input_ids" and "attention_mask" (N, T), padded on the left, for generation."""
-        return {
-            "input_ids": _pad(prompts, self.pad, "left"),
-            "attention_mask": _pad([[1] * len(row) for row in prompts], 0, "left"),
-        }
+        mask = [[1] * len(row) for row in prompts]
+        return {"input_ids": _pad(prompts, self.pad, "left"), "attention_mask": _pad(mask, 0, "left")}
 
     def _with_begin_tokens(self, tokens: list[int]) -> list[int]:
         """Return the tokens with the begin tokens before them, unless a chat template has already written these."""
@@ -245,6 +236,5 @@ def without_middle(tokens: list[int], most: int) -> list[int]:
 
 
 def _pad(rows: Sequence[Sequence[int]], value: int, side: str = "right") -> Tensor:
-    return nn.utils.rnn.pad_sequence(
-        [torch.tensor(row) for row in rows], batch_first=True, padding_value=value, padding_side=side
-    )
+    tensors = [torch.tensor(row) for row in rows]
+    return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)

@@ -116,7 +116,8 @@ class SegmentationTask(SampledTask):
             moved = augment(raw, seed, index) if self.augment else to_float(index, raw)
             return self._with_annotated_classes("training", index, self._add_prompt(moved, seed_for(seed, self._prompt, index)))
 
-        return self._collate([sample for _, sample in self._samples.map("training", indices, augmented)])
+        found = self._samples.map("training", indices, augmented)
+        return self._collate([sample for _, sample in found])
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the loss in float32, averaged over the batch.
@@ -195,9 +196,10 @@ class SegmentationTask(SampledTask):
         with evaluating(model):
             logits = [self._forward(model, self._collate([self._add_prompt(sample)]))[0] for sample in samples]
         shown, guess = self._collate(samples), torch.cat(logits).cpu() > 0
+        planes = self._planes(items, torch.cat(logits), shown["label"])
         each = [
             overlaps(overlap_counts(one.guess, one.reference), False)["dice"].masked_fill(~one.known, math.nan)
-            for one in self._planes(items, torch.cat(logits), shown["label"])
+            for one in planes
         ]
         for item, mask in zip(items, guess, strict=True):
             rows, columns = self._size_without_padding(item)
@@ -324,7 +326,7 @@ class EmbeddingCache:
         """
         device, found = next(model.parameters()).device, list[Tensor]()
         for image in (picture[None] for picture in images):
-            name = self._name(self._store.salt, image, device) if self._store else ""
+            name = self._name(image, device) if self._store else ""
             if self._store and (stored := self._store.get(name)) is not None:
                 ((dtype, array),) = stored.items()
                 found.append(torch.from_numpy(np.array(array)).view(getattr(torch, dtype)).to(device, non_blocking=True))
@@ -335,13 +337,17 @@ class EmbeddingCache:
                 self._store.put(name, {str(flat.dtype).removeprefix("torch."): flat.view(torch.uint8).numpy()})
         return torch.cat(found)
 
-    def _name(self, salt: bytes, image: Tensor, device: torch.device) -> str:
+    def _name(self, image: Tensor, device: torch.device) -> str:
         """Return a salted name made from the picture, the encoder, and the device and precision in use."""
         autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-        content = salted_hash(salt, "picture", image.to(torch.uint8).cpu().numpy().tobytes())
+        content = salted_hash(self._salt(), "picture", image.to(torch.uint8).cpu().numpy().tobytes())
         return salted_hash(
-            salt, "embedding", self._identity, tuple(image.shape), content, device.type, autocast, torch.__version__
+            self._salt(), "embedding", self._identity, tuple(image.shape), content, device.type, autocast, torch.__version__
         )
+
+    def _salt(self) -> bytes:
+        assert self._store is not None
+        return self._store.salt
 
 
 def build(config: SegmentationConfig, model: ModelConfig, data: DataList, tokenizer: Any) -> SegmentationTask:
