@@ -43,6 +43,12 @@ def test_round_trip_is_exact(half: bool, tmp_path: Path) -> None:
     assert torch.equal(load_state(tmp_path / "x" / "s.safetensors")[0]["a"], tensors["a"])
 
 
+def test_a_name_as_long_as_the_file_system_allows_is_written(tmp_path: Path) -> None:
+    write_atomic(tmp_path / ("n" * 255), b"one")
+    write_atomic(tmp_path / ("n" * 255), b"two")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"two"]
+
+
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.bool])
 def test_a_type_that_numpy_lacks_is_read_as_any_other(kind: torch.dtype, tmp_path: Path) -> None:
     tensors = {"a": torch.ones(4).to(kind), "b": torch.ones(2)}

@@ -3,6 +3,7 @@
 Pairs are measured in turn (A B A B ...) and the median of the pairwise ratios is printed, so a drifting machine matters little.
 """
 
+import argparse
 import math
 import statistics
 import subprocess
@@ -37,6 +38,7 @@ from consilium.runtime.engine import simulate
 from consilium.strategies.fediat import FedIAT
 from consilium.strategies.fedsca import mixture_weights, similarities
 from consilium.strategies.strategy import LocalStep
+from tests.benchmarks.job_steps import peak_resident_bytes
 
 Normal = Callable[[tuple[int, ...]], torch.Tensor]
 """Draws standard normals (shape), float64."""
@@ -152,15 +154,9 @@ def _peak_of(what: str, kind: str) -> float:
 
 
 def _peak(call: Callable[[], object]) -> None:
-    before = _high_water()
+    before = peak_resident_bytes()
     call()
-    print(_high_water() - before)
-
-
-def _high_water() -> float:
-    """Return this process's peak resident memory in MiB (Linux). getrusage would count the parent's before exec."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+    print((peak_resident_bytes() - before) / 2**20)
 
 
 def _attention_memory(kind: str) -> None:
@@ -246,13 +242,15 @@ BENCHMARKS |= {"noise": noise, "guard": guard, "simplex": simplex}
 
 def main() -> None:
     """Run the benchmarks named, or all."""
-    names = sys.argv[1:]
-    if names[:1] == ["attention-memory"]:
-        _attention_memory(names[1])
-    elif names[:1] == ["step-memory"]:
-        _step_memory(names[1])
+    if sys.argv[1:2] == ["attention-memory"]:
+        _attention_memory(sys.argv[2])
+    elif sys.argv[1:2] == ["step-memory"]:
+        _step_memory(sys.argv[2])
     else:
-        for name in names or BENCHMARKS:
+        parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser.add_argument("names", nargs="*", choices=["all", *BENCHMARKS], default="all")
+        names = parser.parse_args().names
+        for name in BENCHMARKS if "all" in names else names:
             BENCHMARKS[name]()
 
 

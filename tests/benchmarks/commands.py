@@ -3,7 +3,7 @@
 Each call is a process of its own at low priority, with one thread. Seconds are its own and its children's, median of the
 repeats. The input is small: a run of one step at two sites with noise, and the kits of a server and these sites.
 
-Commands that load PyTorch are left out, such as simulate and cost, and so are calls that need a server, such as status.
+Commands whose help loads PyTorch are left out, such as cost and fit, and so are calls that need a server, such as status.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from consilium.federation.run_folders import STATE
 
 JOBS = Path(__file__).parents[2] / "jobs"
 LOADS_TORCH = {
-    "simulate", "cost", "fit", "study show", "study run", "predict", "evaluate", "export-model", "models import",
+    "cost", "fit", "study show", "study run", "predict", "evaluate", "export-model", "models import",
     "privacy attack", "privacy invert", "export", "submit", "resume", "poc", "approve", "doctor",
 }  # fmt: skip
 RUN = (

@@ -30,6 +30,7 @@ from consilium.strategies.fedhera import FedHera
 from consilium.strategies.fedsca import FedSCA, similarities
 from consilium.strategies.flora import FLoRA
 from consilium.strategies.strategy import ServerState, Strategy
+from tests.benchmarks.job_steps import peak_resident_bytes
 
 TIERS = [(4, 32)] * 3 + [(8, 48)] * 5 + [(16, 64)] * 2
 """Ranks that each site trains, and that it downloads."""
@@ -98,7 +99,7 @@ class Measured:
         self.before = psutil.Process().memory_info().rss / 1e6
 
     def __str__(self) -> str:
-        peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1e3
+        peak = peak_resident_bytes() / 1e6
         return f"{self.wall:.2f} {self.processor:.2f} {max(0.0, peak - self.before):.0f}"
 
 

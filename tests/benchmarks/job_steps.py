@@ -44,6 +44,11 @@ PEAKS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "A10": 125, "L4": 1
 """Dense bfloat16 TFLOP/s of NVIDIA's data sheets, by a part of the device's name; the first that fits counts."""
 
 
+def peak_resident_bytes() -> int:
+    """Return the peak of this process's resident memory (Linux). getrusage would count the parent's before exec."""
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+
+
 @dataclass
 class PreloadedTask:
     """A task whose batches lie ready: every call is handed the next of them."""

@@ -24,7 +24,7 @@ from consilium.client.site_data import load_site_data
 from consilium.config.site import SiteConfig, read_site_folder
 from consilium.estimates.compute import memory_of
 from consilium.federation.job_assembly import assemble_job, build_task, tokenizer_of
-from tests.benchmarks.job_steps import loaded, take_steps
+from tests.benchmarks.job_steps import loaded, peak_resident_bytes, take_steps
 
 GIB = 2**30
 PROMPTS, BATCH = 12, 4
@@ -33,7 +33,7 @@ PROMPTS, BATCH = 12, 4
 def fit(job: Any, model: Any, params: Any, task: Any, site: SiteConfig) -> None:
     """Print predicted and measured peak, in GiB, and their ratio."""
     take_steps(model, task, params, job.config, 2)
-    peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+    peak = peak_resident_bytes()
     predicted = memory_of(job, gpu=False).peak
     print(f"predicted {predicted / GIB:.2f}, measured {peak / GIB:.2f}: {predicted / peak:.2f}")
 

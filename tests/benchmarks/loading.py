@@ -4,6 +4,7 @@ Pictures are drawn, so nothing need be fetched. Rates are of one run, the ways m
 over the turns; processor time stands beside them, because a machine that others use at the same time falsifies the clock only.
 """
 
+import argparse
 import json
 import resource
 import statistics
@@ -274,7 +275,10 @@ PARTS = {"resize": resize, "rates": rates, "waiting": waiting, "check": check, "
 
 def main() -> None:
     """Run the parts named, or all."""
-    for name in sys.argv[1:] or PARTS:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", choices=["all", *PARTS], default="all")
+    names = parser.parse_args().names
+    for name in PARTS if "all" in names else names:
         with tempfile.TemporaryDirectory() as folder:
             PARTS[name](Path(folder))
 

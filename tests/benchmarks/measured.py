@@ -26,6 +26,7 @@ from consilium.privacy.plan import Plan, make_plan, noise_to_signal
 from consilium.strategies.fedsca import MATRIX
 from consilium.study.definition import Cell
 from consilium.study.records import current_record
+from tests.benchmarks.spectrum import RANKS, global_update, shares
 
 FOLDER = Path(__file__).parent / "measured"
 MEASURE, VALUE, SECONDS = "measure", "value", "seconds"
@@ -35,10 +36,8 @@ Rows = dict[tuple[tuple[str, str], ...], float]
 
 def first_two_ranks(cell: Cell) -> float:
     """Return the share of the energy of FedHera's W_g in its first two ranks, mean over layers."""
-    state, _ = load_state(cell.folder / "server" / "state.safetensors")
-    updates = [tensor for name, tensor in state.items() if name.endswith(".dense")]
-    values = [torch.linalg.svdvals(one.double()).square() for one in updates]
-    return float(np.mean([float(one[:2].sum() / one.sum()) for one in values]))
+    mean_of_layers, _, _ = shares(global_update(cell.folder))[RANKS.index(2)]
+    return mean_of_layers
 
 
 def own_group(cell: Cell) -> float:

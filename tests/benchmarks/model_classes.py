@@ -7,6 +7,7 @@ For each: by how much its outputs differ from `transformers`' own once it is loa
 adapter on the unchanged base, and after merging. Outputs are pooled features, logits of masks, or logits of tokens.
 """
 
+import argparse
 import re
 import tempfile
 import warnings
@@ -162,6 +163,7 @@ def _train(case: Case, first: Tensor) -> list[float]:
 
 def main() -> None:
     """Print the table."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     logging.disable_progress_bar()
     warnings.simplefilter("ignore")
     print(f"| {' | '.join(HEADINGS)} |\n{'|---' * len(HEADINGS)}|")

@@ -93,7 +93,8 @@ def write_atomic(path: Path, data: bytes, mode: int = PRIVATE) -> None:
     also survives a power cut: a site that forgets an answer that has left could give a second one.
     """
     make_private_folder(path.parent) if mode == PRIVATE else path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}-{threading.get_ident()}.{os.getpid()}")  # another thread may write the file, too
+    # Another thread may write the file, too. A long name is cut, so that this one is not too long for the file system.
+    temporary = path.with_name(f".{path.name[:50]}-{threading.get_ident()}.{os.getpid()}")
     temporary.unlink(missing_ok=True)  # left by an earlier process with the same id
     try:
         with name_path_in_errors(path), open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:

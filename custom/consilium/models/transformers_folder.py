@@ -193,7 +193,7 @@ def require_normalization(folder: Path | None, mean: tuple[float, ...], deviatio
             each = theirs if isinstance(theirs, list) else [theirs] * len(ours)  # one number is for all channels
             known = [round(one, 3) if isinstance(one, int | float) else one for one in each]
             if theirs is not None and known != [round(one, 3) for one in ours]:
-                raise CheckpointError(f"model.{field}: {list(ours)}: {path} has {key} {theirs}; write that into the job")
+                raise CheckpointError(f"model.{field}: {list(ours)}: {path} has {key} {theirs}; write {each} into the job")
 
 
 def set_evaluation_mode(model: Any, use_checkpointing: bool) -> Any:

@@ -42,8 +42,10 @@ def load_tensors(path: Path) -> Any:
     """Return the contents of a .safetensors file or a PyTorch checkpoint. Raises CheckpointError if damaged or an adapter."""
     refuse_adapter(path)
     try:
-        whole = path.suffix == ".safetensors"  # else PyTorch's, which maps only its zip files, written since version 1.6
-        state = load_file(path) if whole else torch.load(path, "cpu", weights_only=True, mmap=is_zipfile(path))
+        if path.suffix == ".safetensors":
+            state = load_file(path)
+        else:  # PyTorch writes zip files since version 1.6, and maps no older ones
+            state = torch.load(path, "cpu", weights_only=True, mmap=is_zipfile(path))
     except (RuntimeError, EOFError, UnpicklingError, SafetensorError, ValueError, OSError) as error:
         reason = str(error).partition("\n")[0][:120] or type(error).__name__
         raise CheckpointError(f"model.checkpoint: {path}: damaged or no checkpoint ({reason}); fetch it again") from None
