@@ -437,7 +437,7 @@ def test_a_servers_port_is_free_before_it_runs(made: Path, tmp_path: Path, monke
     assert said().startswith(f"PROBLEM  port: {port}: it runs and does not listen; ")
 
 
-def test_relays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The server names them, a site behind one asks it and not the server, and a relay's own kit is no site's."""
     raw = {"name": "t", "server": {"name": "localhost", "org": "hub", "port": free_port(), "state": str(tmp_path / "state")}}
     raw |= {"sites": [{"name": name, "org": name} for name in ("a", "b", "c")], "admins": []}
@@ -445,6 +445,8 @@ def test_relays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sites.yml").write_text(yaml.safe_dump(raw))
     kits = provision_relayed(tmp_path / "sites.yml", tmp_path / "kits")
     assert {one.check: one for one in examine(kits / "localhost")}["relays"].line() == f"ok       relays: {RELAY} before b, c"
+    assert run(monkeypatch, "revoke", RELAY, "--kit", kits / "localhost") == 0
+    assert f"{RELAY} is a relay: if it runs," in capsys.readouterr().out
     relay = {one.check: one for one in examine(kits / RELAY)}
     assert {name for name, one in relay.items() if not one.ok} == {"server"}  # it does not run
     assert relay["port"].found.endswith("free")

@@ -15,7 +15,14 @@ from consilium.core.storage import PUBLIC, write_atomic
 from consilium.flare.admin.kit_metrics import HELP, collect_metrics
 from consilium.flare.kit import deploy_prepare, key_lock, processes, renewal, revocation
 from consilium.flare.kit.connection_refusals import noted_cause
-from consilium.flare.kit.kit_reader import LOCKED, certificate_path, has_private_key, kit_role, participant_role
+from consilium.flare.kit.kit_reader import (
+    LOCKED,
+    certificate_path,
+    has_private_key,
+    kit_role,
+    participant_role,
+    sites_behind_relays,
+)
 from consilium.flare.kit.local_folder import apply_local, update_local
 from consilium.flare.kit.provision import provision as make_kits, root_certificate_sha256 as root_fingerprint
 from consilium.report.prometheus_text import exposition_text
@@ -56,6 +63,8 @@ def revoke(
         f"later is valid: `consilium renew SITES_YML -o kits --only {name}`. The server does not know all names: compare "
         "this one with sites.yml"
     )
+    if name in sites_behind_relays(kit):
+        text += f". {name} is a relay: if it runs, it passes messages on until it is stopped. Stop it, or block its address"
     emit({"name": name, "until": until}, text, format)
 
 

@@ -66,6 +66,7 @@ from consilium.flare.kit.kit_reader import (
     read_settings,
     relay_of,
     server_folders,
+    sites_behind_relays,
 )
 from consilium.flare.kit.local_folder import missing_components
 from consilium.flare.kit.processes import is_word, processes
@@ -177,11 +178,7 @@ def _examine_port(kit: Path) -> str:
 @_reads("startup/fed_server.json")
 def _examine_relays(kit: Path) -> Finding:
     """Return the sites behind each relay, with advice if all sites of one relay are disconnected."""
-    behind: dict[str, list[str]] = {}
-    for place, site in read_settings(kit / "startup" / "fed_server.json")["servers"][0].get("auth_identity_map", {}).items():
-        if relay := place.rpartition(".")[0]:
-            behind.setdefault(relay, []).append(site)
-    seen = {}
+    behind, seen = sites_behind_relays(kit), {}
     with suppress(ConfigError):
         seen = read_attendance(kit)["sites"]
     found = "; ".join(f"{relay} before {', '.join(sites)}" for relay, sites in behind.items()) or "none"

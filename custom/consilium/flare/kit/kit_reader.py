@@ -130,6 +130,15 @@ def server_folders(kit: Path) -> list[Path]:
         ) from None
 
 
+def sites_behind_relays(kit: Path) -> dict[str, list[str]]:
+    """Return the names of the sites behind each relay, from a server's kit. Raises ConfigError if it has no settings."""
+    behind: dict[str, list[str]] = {}
+    for place, site in read_settings(kit / "startup" / "fed_server.json")["servers"][0].get("auth_identity_map", {}).items():
+        if relay := place.rpartition(".")[0]:
+            behind.setdefault(relay, []).append(site)
+    return behind
+
+
 def relay_of(kit: Path) -> dict[str, Any]:
     """Return FLARE's settings of the relay through which a site connects; {} without a relay. Raises ConfigError."""
     path = kit / "local" / "relay__resources.json"
