@@ -351,6 +351,12 @@ def test_renewal_keeps_relays_and_the_sites_behind_them(tmp_path: Path) -> None:
     assert yaml.safe_load((kits / "project.yml").read_text())["participants"] == raw["participants"]
     with pytest.raises(ConfigError, match="a relay reads its certificate at its start; stop it, and leave out --running"):
         update_kit(first / "relay-1", new, running=True)
+    del raw["participants"][-1]["name"]
+    (kits / "project.yml").write_text(yaml.safe_dump(raw))
+    with pytest.raises(ConfigError, match=r"project\.yml: participants: a relay has no `name`"):
+        provision(sites, kits)
+    raw["participants"][-1]["name"] = "relay-1"
+    (kits / "project.yml").write_text(yaml.safe_dump(raw))
     sites.write_text(sites.read_text().replace("name: test\n", "name: other\n"))  # the relays of one project are not another's
     assert {one.name for one in provision(sites, kits).iterdir()} == {"localhost", "clinic", "a@hub.example"}
 

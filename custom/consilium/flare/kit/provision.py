@@ -101,6 +101,8 @@ def project_with_relays(deployment: DeploymentConfig, sites: Path, folder: Path)
     former = [one for one in own.get("participants") or () if isinstance(one, dict)]
     behind = {one.get("name"): {"connect_to": one["connect_to"]} for one in former if "connect_to" in one}
     relays = [one for one in former if one.get("type") == "relay"]
+    if not all(isinstance(one.get("name"), str) for one in relays):
+        raise ConfigError(f"{path}: participants: a relay has no `name`; give it one, as in `name: relay-1`")
     return raw | {"participants": [*(one | behind.get(one["name"], {}) for one in raw["participants"]), *relays]}
 
 
