@@ -134,6 +134,16 @@ def _real_text() -> list[Effect]:
     ]
 
 
+def _language() -> list[Effect]:
+    method, fedit, unequal = "method", "FedIT", ("FLoRA", "FlexLoRA", "HetLoRA")
+    return [
+        _pair("FedIT minus local only", LOSS, method, fedit, "local only", {}, "below 0"),
+        *(_pair(f"FedHera minus {other}", LOSS, method, "FedHera", other, {}, "below 0") for other in unequal),
+        _pair("pooled minus FedIT", LOSS, method, "pooled", fedit, {}, "below 0"),
+        _pair("DP-SGD by the step minus FedIT", LOSS, method, "DP-SGD by the step", fedit, {}),
+    ]
+
+
 def _unequal() -> list[Effect]:
     found = [
         _pair(f"{other} minus FedHera", measure, "method", other, "FedHera", {"rate": rate}, column=f"{name}, rate {rate}")
@@ -309,6 +319,7 @@ EFFECTS = {
     "unequal_e2e": _unequal(),
     "quickstart_cells": _cells(),
     "why_federate_rbc12": _federate(),
+    "methods_medquad": _language(),
     "methods_nuclei": _methods(),
     "learning_curve_cells": _curve(),
     "learning_curve_nuclei": _nuclei(),
