@@ -28,6 +28,7 @@ from consilium.privacy.dpsgd import DpSgd, PrivateSteps
 from consilium.runtime.engine import simulate
 from consilium.use.attack import (
     _keep_varied_samples,
+    _training_keys,
     attack,
     draw_units,
     epsilon_bound,
@@ -193,6 +194,22 @@ def test_a_private_run_s_list_is_read_as_the_run_read_it(tmp_path: Path) -> None
         with nullcontext() if privacy else pytest.raises(DataError, match="belongs to no class"):
             task = build_task(with_all_samples(config), read_samples(opened, "site-1", site, tmp_path), site)
             assert task.batch([0], 0)["label"].sum() == 100
+
+
+def test_members_are_the_samples_that_the_run_trained_on(tmp_path: Path) -> None:
+    """Without DP-SGD the lowest fold validates. DP-SGD trains on all folds, and by patients on those with a name alone."""
+    entries = [{"image": f"{i}.png", "label": 0, "fold": i % 2} | ({"patient": f"p{i}"} if i < 4 else {}) for i in range(6)]
+    for entry in entries:
+        Image.fromarray(np.full((64, 64, 3), 100, np.uint8)).save(tmp_path / str(entry["image"]))
+    (tmp_path / "datalist.json").write_text(json.dumps({"training": entries}))
+    site = SiteConfig(datalist=tmp_path / "datalist.json", cache=CacheConfig(gigabytes=0))
+    for unit, members in {"site": "135", "record": "012345", "patient": "0123"}.items():
+        privacy = {"privacy": {"unit": unit, "clip": 1.0, "epsilon": 3}, "data": {}}
+        opened = cast(TrainedModel, SimpleNamespace(config=JobConfig.model_validate(small_cells().model_dump() | privacy)))
+        found = _training_keys(opened, site, "site-1", tmp_path)
+        assert sorted(name for _, name in found) == [f"{one}.png" for one in members], unit
+        whole = read_samples(opened, "site-1", site, tmp_path).splits
+        assert (len(whole["training"]), len(whole["validation"])) == ((3, 3) if unit == "site" else (6, 0))
 
 
 def test_no_promise_stands_beside_a_model_that_it_is_not_of(

@@ -42,21 +42,22 @@ _log = logging.getLogger(__name__)
 
 
 def load_site_data(
-    config: JobConfig, name: str, site: SiteConfig, folder: Path, root: Path | None = None, ignore_unfit: bool = False
+    config: JobConfig, name: str, site: SiteConfig, folder: Path, root: Path | None = None, run: JobConfig | None = None
 ) -> DataList:
     """Return the samples of a job at a site: from its data list, or phantoms that the job describes, generated in `folder`.
 
     `root`: the site's folder for files that outlast jobs, by default `folder`; it has the cache of decoded samples. If
-    site.yaml skips bad samples, they are already removed. `ignore_unfit`: samples that do not fit the job are not errors. It is
-    always set for jobs with privacy or statistics. Otherwise refusals of jobs with different settings would reveal what samples
-    contain, without a row in the ledger. Raises ConfigError or DataError.
+    site.yaml skips bad samples, they are already removed. With privacy or statistics, samples that do not fit the job are
+    not errors. Otherwise refusals of jobs with different settings would reveal what samples contain, without a row in the
+    ledger. `run`: the job whose run read the list, if `config` is a changed copy of it. Raises ConfigError or DataError.
     """
-    ignore_unfit = ignore_unfit or config.privacy is not None or config.statistics is not None
+    run = run or config
+    ignore_unfit = run.privacy is not None or run.statistics is not None
     workers = min(MOST_WORKERS, torch.get_num_threads()) if site.workers is None else site.workers
     skip, most = site.bad_samples == "skip", int(site.cache.gigabytes * 1e9)
     loading = Loading(site.cache.folder or root or folder, most, workers, skip, ignore_unfit=ignore_unfit)
     lost = list[Lost]()
-    read = _read_list(config, name, site, folder, lost if skip else None, ignore_unfit)
+    read = _read_list(run, name, site, folder, lost if skip else None, ignore_unfit)
     read = _relax_mask_values(read, getattr(config.task, "classes", None)) if ignore_unfit else read
     if site.test_only:
         unit = config.dpsgd.unit if config.dpsgd else ""

@@ -1,8 +1,9 @@
 """Membership inference against a saved model: do its losses reveal its training samples, and which epsilon follows?
 
 Members are the samples that the run trained on. The others are the remaining samples of the data list: validation, test, and
-the rest of the training split if the job used a part of it (`data.most_training`). The attack compares equal numbers of both.
-If the unit of privacy is the patient, all samples of a patient are one unit. There are three scores, each higher for members:
+the rest of the training split if the job used a part of it (`data.most_training`, or at patient level the samples that name
+a patient). The attack compares equal numbers of both. If the unit of privacy is the patient, all samples of a patient are one
+unit. There are three scores, each higher for members:
 
     loss          minus the model's loss (Yeom et al.)
     calibrated    the pretrained model's loss minus the model's loss, because a hard sample is hard for both (Watson et al.)
@@ -43,7 +44,7 @@ from consilium.data.datalist import SPLITS, DataList
 from consilium.data.patients import item_pseudonym
 from consilium.federation.job_assembly import build_task
 from consilium.privacy.accounting import epsilon_of, noise_multiplier_for_part
-from consilium.privacy.plan import make_plan
+from consilium.privacy.plan import make_plan, max_samples_per_patient
 from consilium.tasks.base import Task
 from consilium.training.device import autocast
 from consilium.use.model import TrainedModel, settings_for
@@ -117,9 +118,10 @@ def attack(
 
 
 def _training_keys(opened: TrainedModel, site: SiteConfig, name: str, phantom_folder: Path) -> set[Key]:
-    config, ignore_unfit = opened.config.model_copy(update={"privacy": None}), opened.config.privacy is not None
-    data = load_site_data(config, name, site, phantom_folder, ignore_unfit=ignore_unfit)
-    return {key_of(item) for item in data.splits["training"]}
+    """Return the keys of the samples that a run trained on: under patient level, only samples with a patient."""
+    training = load_site_data(opened.config, name, site, phantom_folder).splits["training"]
+    by_patient = max_samples_per_patient(opened.config.privacy) > 0
+    return {key_of(item) for item in training if item_pseudonym(item) or not by_patient}
 
 
 def _keep_varied_samples(whole: DataList, seen: Sequence[set[Key]]) -> DataList:
@@ -139,9 +141,7 @@ def _keep_varied_samples(whole: DataList, seen: Sequence[set[Key]]) -> DataList:
 
 def read_samples(opened: TrainedModel, name: str, site: SiteConfig, phantom_folder: Path) -> DataList:
     """Return all samples of a site's data list without augmentation, read as in the run. Raises ConfigError, DataError."""
-    return load_site_data(
-        with_all_samples(opened.config), name, site, phantom_folder, ignore_unfit=opened.config.privacy is not None
-    )
+    return load_site_data(with_all_samples(opened.config), name, site, phantom_folder, run=opened.config)
 
 
 def with_all_samples(config: JobConfig) -> JobConfig:
