@@ -1,6 +1,7 @@
 """Pictures that are asked about together: as if each were asked alone, and none pays for another."""
 
 import csv
+import gc
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from consilium.data.datalist import DataList
 from consilium.use import predict as predicting, predictor
 from consilium.use.model import TrainedModel
 from consilium.use.predict import Outcome, OutputOptions, predict
-from consilium.use.predictor import Predictor, Prompts, answer_inputs, find_inputs
+from consilium.use.predictor import Prediction, Predictor, Prompts, answer_inputs, find_inputs
 from tests.conftest import run, small_text
 from tests.use.handing import CELLS, FUNDUS, HERE, trained
 from tests.use.test_predict import noise
@@ -120,6 +121,18 @@ def test_classes_together_are_those_of_each_alone(cells: TrainedModel, folder: P
         if not one.startswith("image"):
             numbers = [[float(value) for value in line.split(",")[3:]] for line in (one, other)]
             assert numbers[0] == pytest.approx(numbers[1], abs=2e-6)  # six digits are written
+
+
+def test_a_classified_volume_keeps_the_pictures_of_one_call(cells: TrainedModel, tmp_path: Path) -> None:
+    nibabel.save(nibabel.Nifti1Image(noise((40, 30, 6)).astype(np.int16), np.eye(4)), tmp_path / "a.nii")
+    alive = list[int]()
+    handle = cells.model.register_forward_pre_hook(
+        lambda *_: alive.append(sum(type(one) is Prediction for one in gc.get_objects()))
+    )
+    predicted(cells, tmp_path, tmp_path / "out", 1)
+    handle.remove()
+    assert len(alive) == 6
+    assert max(alive) - alive[0] <= 2  # a plane's raw answer, and its classes
 
 
 def test_prompts_of_different_number_go_into_one_call(folder: Path, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +27,7 @@ from consilium.use.model import open_model
 from consilium.use.predict import label_legend, label_map
 from consilium.use.predictor import Input, Prediction, Predictor, find_inputs, read_prompts, stitch_tiles
 from tests.conftest import run
+from tests.use.handing import FUNDUS, changed
 
 AFFINE = np.array([[0.0, 0.7, 0, 3], [-0.8, 0, 0, 5], [0, 0, 2.5, -7], [0, 0, 0, 1]])
 
@@ -167,15 +170,48 @@ def test_a_map_has_the_value_of_exactly_the_classes_said_or_the_likeliest() -> N
     assert label_map(torch.ones(1, 1, 1), ["a"], {0: (), 300: ("a",)}).dtype == np.uint16
 
 
-def test_tiles_become_one_mask_of_their_mean() -> None:
-    parts = [
-        Prediction(
-            Item(Path("a"), None, tile=(left, 0, 2, 1)), np.zeros((1, 2, 3), np.uint8), torch.full((1, 1, 2), float(value))
-        )
-        for left, value in ((0, 1), (1, 3))
-    ]
-    (whole,) = stitch_tiles(iter(parts), "a")
-    assert whole.answer.tolist() == [[[1.0, 2.0, 3.0]]]
+def test_tiles_become_one_mask_of_their_mean_and_only_the_last_is_kept(tmp_path: Path) -> None:
+    path, made = tmp_path / "a.png", list[weakref.ref[Prediction]]()
+    Image.fromarray(noise((16, 32, 3))).save(path)
+
+    def tiles() -> Iterator[Prediction]:
+        for left, value in ((0, 1.0), (8, 3.0), (16, 5.0)):
+            assert all(one() is None for one in made[:-1])
+            tile = Item(path, None, tile=(left, 0, 16, 16))
+            one = Prediction(tile, np.zeros((16, 16, 3), np.uint8), torch.full((1, 16, 16), value))
+            made.append(weakref.ref(one))
+            yield one
+
+    task = changed(FUNDUS, task={"classes": ["a"], "tiles": {"size": 16, "stride": 8}}).task
+    (whole,) = stitch_tiles(tiles(), path, task)
+    assert whole.answer[0, :, ::8].tolist() == [[1.0, 2.0, 4.0, 5.0]] * 16
+
+
+def test_a_picture_of_too_many_tiles_is_refused_before_the_model_runs(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two classes of 96 x 128 pixels are 24,576 numbers."""
+    folder = Path(shutil.copytree(finished / "adapters/global", tmp_path / "adapter"))
+    job = yaml.safe_load((folder / "job.yaml").read_text())
+    job["task"]["tiles"] = {"size": 64}
+    (folder / "job.yaml").write_text(yaml.safe_dump(job, sort_keys=False))
+    Image.fromarray(noise((128, 96, 3))).save(tmp_path / "a.png")
+    words, asked, answer = ("predict", folder, tmp_path / "a.png", "-o"), list[int](), Predictor.run_model
+
+    def counted(self: Predictor, parts: Any) -> Any:
+        asked.append(len(parts))
+        return answer(self, parts)
+
+    monkeypatch.setattr(Predictor, "run_model", counted)
+    monkeypatch.setattr("consilium.use.predictor.MOST_NUMBERS", 24_575)
+    assert run(monkeypatch, *words, tmp_path / "refused") == 1
+    assert "a.png: 96x128 pixels are too many to hold; cut the picture into smaller ones" in capsys.readouterr().err
+    assert not asked
+    monkeypatch.setattr("consilium.use.predictor.MOST_NUMBERS", 24_576)
+    assert run(monkeypatch, *words, tmp_path / "out") == 0
+    assert sum(asked) == 4
+    with Image.open(tmp_path / "out/a.png") as mask:
+        assert mask.size == (96, 128)
 
 
 def test_radiographs_in_a_folder_are_images_of_their_own_and_slices_are_a_series(tmp_path: Path) -> None:

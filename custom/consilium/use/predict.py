@@ -235,10 +235,11 @@ def predict(predictor: Predictor, inputs: list[Input], wanted: OutputOptions, do
             elif name == "segmentation":
                 _write_mask(predictor, one, found, wanted, outcome)
             else:
-                for part in list(found):
-                    best = int(part.answer.argmax())
-                    numbers = [f"{float(p):.6f}" for p in (part.answer[best], *part.answer)]
-                    rows.append([csv_cell(one.name), part.item.name_suffix, csv_cell(classes[best]), *numbers])
+                # Keeps no pictures. A part that fails raises here, before any row is added.
+                for suffix, shares in [(part.item.name_suffix, part.answer) for part in found]:
+                    best = int(shares.argmax())
+                    numbers = [f"{float(p):.6f}" for p in (shares[best], *shares)]
+                    rows.append([csv_cell(one.name), suffix, csv_cell(classes[best]), *numbers])
                 outcome.written.append(one.name)
         volumes.drop_caches()
         done(one)
@@ -271,7 +272,7 @@ def _write_mask(predictor: Predictor, one: Input, found: Iterator[Prediction], w
     name, overlay_name, shares_name = mask_files(one.name)
     volume = _Volume(one, predictor, wanted) if volumes.is_volume(one.path) else None
     best, largest = None, -1
-    for part in stitch_tiles(found, str(one.path)):
+    for part in stitch_tiles(found, one.path, predictor.task):
         if volume is None:
             write_picture(wanted.out / name, label_map(part.answer, list(classes), label_legend(classes)))
             if wanted.probabilities:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from consilium.core.errors import ConfigError, DataError, raise_first
 from consilium.core.sanitize import shown
-from consilium.data import volumes
+from consilium.data import slides, volumes
 from consilium.data.datalist import DataList, Item
 from consilium.data.images import read_image, resize, unpadded_size
 from consilium.data.planes_and_tiles import expand
@@ -292,28 +292,25 @@ class Predictor:
         return cut if cut[0] < cut[2] and cut[1] < cut[3] else None
 
 
-def stitch_tiles(parts: Iterator[Prediction], path: str) -> Iterator[Prediction]:
-    """Yield planes unchanged. Join the tiles of a picture into one prediction, with mean logits where tiles overlap.
+def stitch_tiles(parts: Iterator[Prediction], path: Path, task: Any) -> Iterator[Prediction]:
+    """Yield planes unchanged. Join the tiles of the picture `path` into one prediction, with mean logits where they overlap.
 
-    `path`: the input, for the DataError that is raised if the picture is too large.
+    `task`: the job's task section. Raises DataError for too large a picture, before its first tile is predicted.
     """
-    first = next(parts, None)
-    if first is None or first.item.tile is None:
-        yield from () if first is None else (first, *parts)
+    if volumes.is_volume(path) or not slides.is_cut_into_tiles(path, task):
+        yield from parts
         return
-    tiles = [first, *parts]
-    rows = max(one.item.tile[1] + one.item.tile[3] for one in tiles if one.item.tile)
-    columns = max(one.item.tile[0] + one.item.tile[2] for one in tiles if one.item.tile)
-    if len(first.answer) * rows * columns > MOST_NUMBERS:
+    (rows, columns), classes = slides.shape(path, task.tiles.level), len(task.classes)
+    if classes * rows * columns > MOST_NUMBERS:
         raise DataError(f"{path}: {columns}x{rows} pixels are too many to hold; cut the picture into smaller ones")
-    total, count = torch.zeros(len(first.answer), rows, columns), torch.zeros(rows, columns)
+    total, count = torch.zeros(classes, rows, columns), torch.zeros(rows, columns)
     image = np.zeros((rows, columns, 3), np.uint8)
-    for one in tiles:
+    for one in parts:
         left, top, width, height = one.item.tile or (0, 0, columns, rows)
         total[:, top : top + height, left : left + width] += one.answer
         count[top : top + height, left : left + width] += 1
         image[top : top + height, left : left + width] = one.image
-    yield Prediction(first.item, image, total / count.clamp(min=1))
+    yield Prediction(Item(path, None), image, total.div_(count))
 
 
 # batching --------------------------------------------------------------------------------------------------------------
