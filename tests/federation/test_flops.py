@@ -46,6 +46,10 @@ def test_a_language_model_s_sample_is_what_its_layers_sizes_say() -> None:
     backward = layers * (linear(first + others) + 2 * lora(first + others) + 2 * attention) + head - unwanted
     assert work.scoring == forward
     assert work.training == forward + backward
+    # DPO: two answers, and both by the base without its LoRA
+    base = layers * (linear(first + others) + attention) + head
+    pair = flops_per_sample(job_of(small_text("fedit"), adapter=adapter, task={"name": "language", "learn": "preference"}))
+    assert (pair.training, pair.scoring) == (2 * (forward + backward + base), 2 * (forward + base))
 
 
 def test_experts_count_as_often_as_a_token_asks_one() -> None:
@@ -76,6 +80,13 @@ WORK = Work(training=30, scoring=10)
 def test_a_step_is_its_batches() -> None:
     job = job_of(small_config("fedit", batch_size=4, accumulate=3))
     assert step_flops(job, WORK) == 30 * 4 * 3
+
+
+def test_a_patient_counts_with_the_most_samples_of_a_step() -> None:
+    privacy = {"unit": "patient", "epsilon": 8.0, "per_patient": 5}
+    job = job_of(small_cells("fedit", rounds=2, local_steps=3, batch_size=4), privacy=privacy)
+    assert step_flops(job, WORK) == 30 * 4 * 5
+    assert run_flops(job, WORK, Samples(3, 60)) == 2 * 3 * 3 * (30 * 4 * 5)
 
 
 def test_a_run_is_its_rounds_its_validation_and_its_final_scores() -> None:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ from consilium.estimates import compute
 from consilium.estimates.compute import StepMemory, memory_of, remedies, replace_by_quantized_stand_ins
 from consilium.federation.job_assembly import assemble_job, build_model
 from consilium.models.low_precision import frozen_linear
+from consilium.privacy.dpsgd import ClippedSum, DpSgd
 from consilium.tasks.registry import TASKS
 from consilium.training.device import autocast, has_native_bf16
 from tests.conftest import JOBS, run, small_cells, small_config, small_text
@@ -36,12 +37,22 @@ def _job(kind: str, batch: int, precision: str = "fp32", **model: Any) -> JobCon
     return JobConfig.model_validate(raw)
 
 
-def _profiled(config: JobConfig) -> int:
-    """Return the most bytes that a real step allocates over what was there, as PyTorch's profiler has counted them."""
-    model, task = build_model(config, SiteConfig()).train(), TASKS[config.task.name]
-    assert task.rehearse is not None
+def _profiled(config: JobConfig, units: Sequence[int] = ()) -> int:
+    """Return the most bytes that a real step allocates over what was there, as PyTorch's profiler has counted them.
+
+    `units`: the samples of each unit of a step of DP-SGD.
+    """
+    model, rehearse = build_model(config, SiteConfig()).train(), TASKS[config.task.name].rehearse
+    assert rehearse is not None
     with torch.profiler.profile(profile_memory=True) as found, autocast(torch.device("cpu"), "fp32"):
-        task.rehearse(config.task, config.model, model, config.training.batch_size).backward()
+        if units:
+            trained = {name: p for name, p in adapter_state.tensors(model).items() if isinstance(p, torch.nn.Parameter)}
+            clipped = ClippedSum(model, trained, DpSgd(0.0, 1.0, 0.5))
+            for samples in units:
+                with clipped.add_unit():
+                    rehearse(config.task, config.model, model, samples).backward()
+        else:
+            rehearse(config.task, config.model, model, config.training.batch_size).backward()
     now = most = 0
     for event in found.profiler.kineto_results.events():
         if event.name() == "[memory]":
@@ -56,6 +67,17 @@ def test_the_prediction_is_within_a_tenth_of_a_real_step(kind: str) -> None:
     found = memory_of(assemble_job(config))
     gradients = 4 * sum(t.numel() for t in adapter_state.tensors(build_model(config, SiteConfig())).values())
     assert found.activations + gradients == pytest.approx(_profiled(config), rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize(("privacy", "samples"), [({"unit": "record"}, 1), ({"unit": "patient", "per_patient": 3}, 3)])
+def test_a_step_of_dp_sgd_is_predicted_as_one_unit_at_a_time(kind: str, privacy: dict[str, Any], samples: int) -> None:
+    raw = _job("causal_lm", 8).model_dump() | {"adapter": {"kind": kind}, "privacy": privacy | {"epsilon": 8.0}}
+    config = JobConfig.model_validate(raw)
+    found = memory_of(assemble_job(config))
+    gradients = 4 * sum(t.numel() for t in adapter_state.tensors(build_model(config, SiteConfig())).values())
+    assert found.activations + gradients == pytest.approx(_profiled(config, [samples] * 3), rel=0.1)
+    assert found.trained == 4 * gradients  # the tensors, their gradients, and Adam's two moments
 
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}

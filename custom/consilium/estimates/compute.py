@@ -32,6 +32,8 @@ from consilium.core.messages import Stage
 from consilium.federation.job_assembly import Job, assemble_job, build_meta_model
 from consilium.models.low_precision import BLOCK, QUANTIZED, compute_dtype, replace_frozen_linear, store_frozen_as
 from consilium.models.meta_device import allow_meta_compute
+from consilium.privacy.discrete_gaussian import clipped_sum
+from consilium.privacy.plan import max_samples_per_patient
 from consilium.strategies.strategy import trained_names
 from consilium.tasks.registry import TASKS
 from consilium.tasks.segmentation import prompt_kind_of
@@ -59,7 +61,10 @@ class Samples:
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs per sample. `training`: forward and backward of one fit of the first phase. `scoring`: forward only."""
+    """FLOPs per sample. `training`: forward and backward of one fit of the first phase. `scoring`: forward only.
+
+    A preference (DPO) is two rows, and each also goes forward through the base, see `reward_margins`.
+    """
 
     training: int
     scoring: int
@@ -71,7 +76,10 @@ def flops_per_sample(job: Job) -> Work:
     with torch.device("meta"):
         model = build_meta_model(config)
         given = _sample_inputs(config)
-        scoring = _count_flops(lambda: _run_forward(model, given))
+        scoring, rows, base = _count_flops(lambda: _run_forward(model, given)), 1, 0
+        if getattr(config.task, "learn", "") == "preference":
+            with adapter_state.disable_adapter(model):
+                rows, base = 2, _count_flops(lambda: _run_forward(model, given))
         # Only the tensors that one fit trains require gradients. A local adapter has its own fit, which costs the same.
         model.train()
         place = (max(1, job.strategy.traits.warm_up), 0)
@@ -86,13 +94,18 @@ def flops_per_sample(job: Job) -> Work:
                 answer.backward()
 
         training = _count_flops(run_backward)
-    return Work(training, scoring)
+    return Work(rows * (training + base), rows * (scoring + base))
 
 
 def step_flops(job: Job, work: Work) -> int:
     """Return the FLOPs of one optimizer step at a site, over all accumulated batches."""
-    training = job.config.training
-    return work.training * training.batch_size * training.accumulate
+    return work.training * _samples_per_step(job.config)
+
+
+def _samples_per_step(config: JobConfig) -> int:
+    """Return the samples of one optimizer step at a site. If patients are the unit, each has the most that a step uses."""
+    training, each = config.training, max_samples_per_patient(config.privacy) or 1
+    return training.batch_size * training.accumulate * each
 
 
 def run_flops(job: Job, work: Work, samples: Samples) -> float:
@@ -101,11 +114,7 @@ def run_flops(job: Job, work: Work, samples: Samples) -> float:
     federation = job.config.federation
     asked = federation.count_to_train(sites)
     own = samples.training / sites
-    seen = (
-        training.local_steps * training.batch_size * training.accumulate
-        if training.local_steps
-        else own * training.local_epochs
-    )
+    seen = training.local_steps * _samples_per_step(job.config) if training.local_steps else own * training.local_epochs
     fits = strategy.traits.phases_of(0) * strategy.traits.fits
     rounds = training.rounds * asked * (fits * seen + strategy.traits.probe_fraction * own) * work.training
     closing = sites * strategy.traits.fits_after_last_round * seen * work.training
@@ -285,12 +294,14 @@ def memory_of(job: Job, devices: int = 1, sharded: bool = False, gpu: bool = Tru
     """Return the memory of a step in the job's first round, with samples of full size, on a GPU or (`gpu` false) a CPU.
 
     It is the memory on the first of the site's `devices`, which split each batch; with `sharded` they also split the base.
-    Raises ConfigError for a task without `rehearse`, or a model that cannot be built on the meta device.
+    DP-SGD takes one unit at a time, and adds its clipped gradient to an int64 sum. Raises ConfigError for a task without
+    `rehearse`, or a model that cannot be built on the meta device.
     """
     config = job.config
     task = TASKS[config.task.name]
     if task.rehearse is None:
         raise ConfigError(f"task.name: {config.task.name!r}: its steps cannot be counted; measure one instead")
+    samples = (max_samples_per_patient(config.dpsgd) or 1) if config.dpsgd else -(-config.training.batch_size // devices)
     model = build_meta_model(config)
     if config.model.dtype in QUANTIZED:
         replace_by_quantized_stand_ins(model, config.model.dtype, adapter_state.tensors(model).values())
@@ -307,16 +318,18 @@ def memory_of(job: Job, devices: int = 1, sharded: bool = False, gpu: bool = Tru
             allow_meta_compute(),
             torch.autocast("cpu", torch.bfloat16, enabled=computes_in_bf16(config, gpu)),
         ):
-            task.rehearse(config.task, config.model, model, -(-config.training.batch_size // devices)).backward()
+            summed = torch.zeros(sum(p.numel() for p in trained), dtype=torch.int64) if config.dpsgd else None
+            task.rehearse(config.task, config.model, model, samples).backward()
+            if config.dpsgd:  # each tensor stands for its gradient, which is as large
+                clipped_sum({str(n): p.detach()[None] for n, p in enumerate(trained)}, config.dpsgd.clip, summed)
     own = 4 * sum(p.numel() for p in trained)  # float32, and so are gradients and moments
     frozen = sum(held.values()) - own - (spared_bytes(model, devices) if sharded else 0)
     plain = MOMENTS[config.training.optimizer]
     moments = 1 if config.training.optimizer == "sgd" and config.training.momentum else plain
-    per_sample = config.training.batch_size if config.dpsgd else 0  # DP-SGD keeps each sample's gradient
     stepping = own if plain else 0  # temporary tensors of the optimizer's step
     activations = max(live.most - own, stepping)
     heap, process = (1.0, 0) if gpu else (HEAP, PROCESS)
-    return StepMemory(frozen, own * (2 + moments + per_sample), round(heap * activations), process)
+    return StepMemory(frozen, own * (2 + moments), round(heap * activations), process)
 
 
 def _materialize(model: nn.Module) -> None:
