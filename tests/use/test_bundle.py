@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -78,7 +79,7 @@ def run(folder: Path, images: Path, *words: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("prompt", "numbers"), [("none", []), ("box", [9, 18, 45, 36]), ("point", [45, 18])])
 def test_monai_writes_the_masks_that_the_model_gives(prompt: str, numbers: list[float], tmp_path: Path) -> None:
-    """`numbers`: the prompt for the cup in the first picture. The disc and the second picture have none."""
+    """`numbers`: the prompt for the cup in the first picture. The disc in the second has half of them, and the rest none."""
     config = changed(PADDED, task=PADDED.task.model_dump() | {"prompt": prompt})
     model, folder, images = trained(config), tmp_path / "bundle", tmp_path / "images"
     folder.mkdir()
@@ -93,12 +94,12 @@ def test_monai_writes_the_masks_that_the_model_gives(prompt: str, numbers: list[
         inputs = {"images": read_picture(item, 64, settings, config.model.padding)[None]}
         if kind:
             prompts = torch.full((1, 2, len(numbers)), torch.nan)
-            if file == files[0]:
-                prompts[0, 1] = torch.tensor(numbers) * torch.tensor([columns / size[1], rows / size[0]] * (len(numbers) // 2))
+            place, own = (1, numbers) if file == files[0] else (0, [number / 2 for number in numbers])
+            prompts[0, place] = torch.tensor(own) * torch.tensor([columns / size[1], rows / size[0]] * (len(numbers) // 2))
             inputs["prompts"] = prompts
         logits = export_formats.logits_of(model, inputs)
-        own = F.interpolate(logits[..., :rows, :columns], size, mode="bilinear", align_corners=False)[0]
-        wanted |= {f"{file.stem}_{name}.png": plane for name, plane in zip(settings.classes, own, strict=True)}
+        planes = F.interpolate(logits[..., :rows, :columns], size, mode="bilinear", align_corners=False)[0]
+        wanted |= {f"{file.stem}_{name}.png": plane for name, plane in zip(settings.classes, planes, strict=True)}
     bound = export_formats.tolerance(model, torch.cat([plane.flatten() for plane in wanted.values()]))
     about, difference = export_formats.write_bundle(folder, model, config, card(config))
     assert difference <= bound
@@ -109,7 +110,8 @@ def test_monai_writes_the_masks_that_the_model_gives(prompt: str, numbers: list[
     if kind:
         assert f"`--{kind.many} FILE`" in about
         table = tmp_path / "prompts.csv"
-        table.write_text(f"image,class,{','.join(kind.numbers)}\nwide.png,optic cup,{','.join(map(str, numbers))}\n")
+        lines = [f"image,class,{','.join(kind.numbers)}", f"wide.png,optic cup,{','.join(map(str, numbers))}"]
+        table.write_text("\n".join([*lines, f"grey.png,disc,{','.join(str(number / 2) for number in numbers)}"]))
         run(folder, images, f"--{kind.many}", str(table))
     else:
         monai(folder, "-c", STEPS, str(images))
@@ -151,6 +153,26 @@ def test_points_of_a_bundle_are_scaled_as_their_picture_is(tmp_path: Path) -> No
     found = bundle_scripts.ReadPicture(reader["side"], reader["resize"], reader["padding"], reader["window"])(data)["prompts"]
     assert found[1].tolist() == [32, 16]  # 64 pixels a side
     assert found[0].isnan().all()
+    (data,) = bundle_scripts.find_pictures(str(file), **own)
+    assert np.isnan(data["prompts"]).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("image,class,x\none.png,b,1", r"p\.csv: row 1: lacks y; write image,class,x,y"),
+        ("picture,class,x,y\none.png,b,1,2", r"row 1: lacks image; write"),
+        ("image,class,x,y\none.png,b,1,2\none.png,bb,1,2", r"row 2: class 'bb' is none of the network's: a, b"),
+        ("image,class,x,y\nonne.png,b,1,2", r"p\.csv: names no image 'one\.png'; add one, or leave the picture out"),
+        ("image,class,x,y\none.png,b,1,2o", r"row 1: has a value that is not a number"),
+        ("image,class,x,y\none.png,b,1,2\none.png,b,3,4", r"row 2: one\.png has two for 'b'; keep one"),
+    ],
+)
+def test_prompts_that_a_bundle_cannot_use_are_refused(text: str, said: str, tmp_path: Path) -> None:
+    file = picture(tmp_path / "one.png", (8, 8, 3))
+    (tmp_path / "p.csv").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        bundle_scripts.find_pictures(str(file), str(tmp_path / "p.csv"), ["a", "b"], ["x", "y"])
 
 
 @pytest.mark.parametrize("resize", ["stretch", "pad"])
@@ -173,13 +195,24 @@ def test_a_bundle_reads_pictures_as_training_does_to_the_bit(resize: str, window
         assert torch.equal(found["image"], read_picture(Item(file, None), 64, settings, config.model.padding)), file.name
 
 
-def test_pictures_of_one_name_and_none_at_all_are_said_in_a_line(tmp_path: Path) -> None:
+def test_outputs_of_one_name_and_no_pictures_at_all_are_said_in_a_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no pictures there"):
         bundle_scripts.find_pictures(str(tmp_path))
-    for name in ("a.png", "a.jpg"):
+    config = changed(FUNDUS, task={"classes": ["b_c", "c"]})
+    classes = export_formats.bundle_inference_config(config)["datalist"]["classes"]
+    for names, twice in ((["a.png", "a.jpg"], "a_b_c.png"), (["a.png", "a_b.png"], "a_b_c.png"), (["a.png", "A_c.png"], "")):
+        place = tmp_path / names[1]
+        place.mkdir()
+        for name in names:
+            picture(place / name, (8, 8, 3))
+        with pytest.raises(ValueError, match=f"two outputs would be named {twice!r}; rename a p") if twice else nullcontext():
+            bundle_scripts.find_pictures(str(place), classes=classes)
+        assert len(bundle_scripts.find_pictures(str(place))) == 2  # rows of a table have the pictures' names
+    (tmp_path / "x/y").mkdir(parents=True)
+    for name in ("x/a.png", "x/y/a.png"):
         picture(tmp_path / name, (8, 8, 3))
-    with pytest.raises(ValueError, match="two pictures are named 'a'"):
-        bundle_scripts.find_pictures(str(tmp_path))
+    with pytest.raises(ValueError, match=r"two outputs would be named 'a\.png'"):
+        bundle_scripts.find_pictures(str(tmp_path / "x"))
 
 
 def test_what_has_no_bundle_is_said_with_the_reason() -> None:

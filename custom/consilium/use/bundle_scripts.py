@@ -53,25 +53,51 @@ def find_pictures(
 ) -> list[dict[str, Any]]:
     """Return one dict per picture in a folder, or for a single file, for MONAI's Dataset.
 
-    If the network takes prompts, `classes` and `columns` are given, and each dict has "prompts". The file `prompts` is a CSV
-    with image, class and `columns` (left, top, right, bottom, or x, y) in pixels. For a missing prompt, which is NaN, the
-    network uses the whole picture.
+    `classes`: those of the masks, if masks are written. If the network takes prompts, `columns` are given, and each dict has
+    "prompts" from the file `prompts`, see `read_prompts`. For a missing prompt, which is NaN, the network uses the whole
+    picture. Raises ValueError, also for a picture without any prompt in the file.
     """
     path = Path(place)
     below = (p for p in path.rglob("*") if p.suffix.lower() in ENDINGS and not p.name.startswith("."))
     found = [path] if path.is_file() else sorted(below)
     if not found:
         raise ValueError(f"{place}: no pictures there ({', '.join(ENDINGS)}); give --dataset_dir FOLDER or FILE")
-    if twice := next((name for name, count in Counter(p.stem for p in found).items() if count > 1), None):
-        raise ValueError(
-            f"{place}: two pictures are named {twice!r}, so their outputs would have one name; run them one by one"
-        )
-    if not classes:
+    outputs = Counter(name for p in found for name in [mask_name(p, c).casefold() for c in classes] or [p.name])
+    if twice := next((name for name, count in outputs.items() if count > 1), None):
+        raise ValueError(f"{place}: two outputs would be named {twice!r}; rename a picture, or run the pictures one by one")
+    if not columns:
         return [{"image": str(p)} for p in found]
-    rows = csv.DictReader(Path(prompts).read_text(encoding="utf-8-sig").splitlines()) if prompts else ()
-    known = {(row["image"], row["class"]): [float(row[column]) for column in columns] for row in rows}
+    known = read_prompts(prompts, classes, columns) if prompts else {}
+    if lacking := next((p.name for p in found if prompts and not any((p.name, c) in known for c in classes)), None):
+        raise ValueError(f"{prompts}: names no image {lacking!r}; add one, or leave the picture out")
     unknown = [float("nan")] * len(columns)
     return [{"image": str(p), "prompts": [known.get((p.name, c), unknown) for c in classes]} for p in found]
+
+
+def read_prompts(path: str, classes: Sequence[str], columns: Sequence[str]) -> dict[tuple[str, str], list[float]]:
+    """Return the prompts by (image, class) from a CSV file with image, class and `columns`, in pixels. Raises ValueError.
+
+    `columns`: left, top, right and bottom of a box, or x and y of a point.
+    """
+    found: dict[tuple[str, str], list[float]] = {}
+    for number, row in enumerate(csv.DictReader(Path(path).read_text(encoding="utf-8-sig").splitlines()), start=1):
+        where = f"{path}: row {number}"
+        if missing := [key for key in ("image", "class", *columns) if not row.get(key)]:
+            raise ValueError(f"{where}: lacks {missing[0]}; write image,class,{','.join(columns)}")
+        if row["class"] not in classes:
+            raise ValueError(f"{where}: class {row['class']!r} is none of the network's: {', '.join(classes)}")
+        if (row["image"], row["class"]) in found:
+            raise ValueError(f"{where}: {row['image']} has two for {row['class']!r}; keep one")
+        try:
+            found[row["image"], row["class"]] = [float(row[column]) for column in columns]
+        except ValueError:
+            raise ValueError(f"{where}: has a value that is not a number; write pixels from the left and the top") from None
+    return found
+
+
+def mask_name(picture: str | Path, name: str) -> str:
+    """Return the file name of a picture's mask of a class."""
+    return f"{Path(picture).stem}_{name}.png"
 
 
 class ReadPicture:
@@ -142,7 +168,7 @@ class WriteMasks:
         own = F.interpolate(logits[None, :, :rows, :columns], tuple(data["size"]), mode="bilinear", align_corners=False)[0]
         for name, mask in zip(self.classes, own > 0, strict=True):
             picture = Image.fromarray(mask.cpu().numpy().astype(np.uint8) * 255)
-            picture.save(self.folder / f"{Path(data['file']).stem}_{name}.png")
+            picture.save(self.folder / mask_name(data["file"], name))
 
     def close(self) -> None:
         """Do nothing: every picture has its files."""

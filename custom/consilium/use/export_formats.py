@@ -351,7 +351,8 @@ def bundle_inference_config(config: JobConfig) -> dict[str, Any]:
     window = [settings.window.center, settings.window.width] if settings.window else None
     reader = {"side": config.model.image_side, "resize": settings.resize, "padding": list(config.model.padding)}
     kind = prompt_kind_of(settings)
-    prompts = {"prompts": f"@{kind.many}", "classes": list(settings.classes), "columns": list(kind.numbers)} if kind else {}
+    masks = {"classes": list(settings.classes)} if settings.name == "segmentation" else {}
+    prompts = {"prompts": f"@{kind.many}", "columns": list(kind.numbers)} if kind else {}
     return {
         "bundle_root": ".",
         "dataset_dir": "$@bundle_root + '/images'",
@@ -364,7 +365,7 @@ def bundle_inference_config(config: JobConfig) -> dict[str, Any]:
             "device": "@device",
         },
         "network": "$@network_def",
-        "datalist": {"_target_": "scripts.pictures.find_pictures", "place": "@dataset_dir", **prompts},
+        "datalist": {"_target_": "scripts.pictures.find_pictures", "place": "@dataset_dir", **masks, **prompts},
         "preprocessing": {
             "_target_": "Compose",
             "transforms": [{"_target_": "scripts.pictures.ReadPicture", **reader, "window": window}],
@@ -407,5 +408,6 @@ _OUT = {
 }
 _PROMPTS = """
 The network takes {many}, one per class. `--{many} FILE` names a CSV file with the columns image, class, {columns}, in the
-picture's pixels from the left and the top. Classes without a row are searched in the whole picture.
+picture's pixels from the left and the top. Classes without a row are searched in the whole picture. If FILE is given, each
+picture needs a row.
 """
