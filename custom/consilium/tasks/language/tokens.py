@@ -204,7 +204,8 @@ class Encoder:
     def _normalize(self, words: str) -> str:
         """Return a text as the tokenizer normalizes it, because a name (in full-width characters) may appear only then."""
         normalizer = getattr(getattr(self.tokenizer, "backend_tokenizer", None), "normalizer", None)
-        return words if normalizer is None else str(normalizer.normalize_str(words)).replace(BREAK, "")
+        with replace_tokenizer_errors():
+            return words if normalizer is None else str(normalizer.normalize_str(words)).replace(BREAK, "")
 
     @property
     def default_system(self) -> str:
