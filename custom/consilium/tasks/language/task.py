@@ -87,9 +87,7 @@ class LanguageTask:
         if said and not all(text.system for texts in self.data.splits.values() for text in texts):
             what = f"the tokenizer's chat template adds a system prompt of its own, {said[:200]!r}"
             self._warn_once(f"{what}; a record's `system` replaces it")
-        prompts, answers = _count_shortened(
-            [pair for pairs in (*self._pairs.values(), *self._worse.values()) for pair in pairs]
-        )
+        prompts, answers = _count_shortened([pair for pairs in self._pairs.values() for pair in pairs])
         if prompts or answers:
             what = f"{prompts} prompts lost their middle, {answers} answers their end"
             self._warn_once(
@@ -134,9 +132,12 @@ class LanguageTask:
                 raise UnfitError(f"{self.data.path}: {error}") from None
 
     def _encode_answers(self, text: Text) -> list[Encoded]:
-        """Return a record's tokens and, for preferences, those of its rejected answer."""
-        worse = [replace(text, outputs=(text.rejected,))] if self._compares else []
-        return [self._encoder.encode_record(answer) for answer in (text, *worse)]
+        """Return a record's tokens and, for preferences, those of its rejected answer. `answer_cut` of the first is of both."""
+        found = self._encoder.encode_record(text)
+        if not self._compares:
+            return [found]
+        worse = self._encoder.encode_record(replace(text, outputs=(text.rejected,), rejected=text.outputs[0]))
+        return [found._replace(answer_cut=found.answer_cut or worse.answer_cut), worse]
 
     def _prompts(self, texts: Sequence[Text], rooms: Sequence[int]) -> list[tuple[list[int], bool]]:
         """Return each record's prompt in at most as many tokens, and whether it was shortened.
