@@ -118,6 +118,16 @@ def test_texts_have_lengths(tmp_path: Path) -> None:
     assert not filled(found.sizes)
 
 
+def test_texts_of_a_class_are_counted_by_name_or_number(tmp_path: Path) -> None:
+    labels = ["old", 1, "other", "old", 7, "new"]
+    (tmp_path / "training.jsonl").write_text("\n".join(json.dumps({"text": f"t{n}", "label": n}) for n in labels))
+    (tmp_path / "test.jsonl").write_text('{"text": "t", "label": "new"}')
+    task = ClassificationConfig.model_validate({"name": "classification", "classes": ["old", "new"]})
+    found = counted(read_texts(tmp_path), task)
+    assert found.classes["training"] == {"old": [0, 3], "new": [1, 5], OTHERS: [2, 4]}
+    assert found.classes["test"] == {"old": [], "new": [0], OTHERS: []}
+
+
 def test_a_job_that_is_stopped_counts_no_further(tmp_path: Path) -> None:
     def stop() -> None:
         raise InterruptedError

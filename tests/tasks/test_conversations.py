@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from consilium.core.errors import CheckpointError, ConfigError, UnfitError
+from consilium.core.errors import CheckpointError, UnfitError
 from consilium.core.schema import validate
 from consilium.data.datalist import DataList, Loading
 from consilium.data.text import Text
@@ -61,6 +61,24 @@ ONE = Text("training.jsonl:1", "Is it urgent?", "", ("Yes. Call now.",))
 TWO = Text(
     "training.jsonl:2", "And the rash?", "", ("It needs a look too.",), history=(("Fever for 3 days.", "See a doctor."),)
 )
+CHATS: list[dict[str, Any]] = [
+    {"messages": [{"role": role, "content": words} for role, words in turns]}
+    for turns in (
+        [("system", "Be kind."), ("user", "Fever?"), ("assistant", "Rest.")],
+        [("user", "a secret"), ("assistant", "Rest.")],
+        [("user", "Fever?"), ("assistant", "Rest.")],
+        [("user", "Fever?"), ("assistant", "Rest."), ("user", "And a rash?"), ("assistant", "Call.")],
+    )
+]
+REFUSING = "{% if 'secret' in messages[0].content %}{{ raise_exception('x') }}{% endif %}" + GEMMA
+NO_PLACE = {
+    "chat": {
+        1: "system: the tokenizer's chat template takes no system prompt",
+        2: "template fails for a record",
+    },
+    "alpaca": {4: "a conversation of several turns"},
+}
+"""Which records of CHATS a prompt refuses with the template REFUSING, and why."""
 TRL = {
     ("llama3", 1): [24, 12], ("llama3", 2): [27, 10, 27, 15], ("gemma", 1): [18, 13], ("gemma", 2): [21, 11, 21, 16],
     ("phi3", 1): [11, 14], ("phi3", 2): [14, 11, 15, 17], ("qwen3", 1): [20, 13], ("qwen3", 2): [23, 11, 24, 16],
@@ -193,7 +211,7 @@ def test_a_conversation_over_the_context_is_refused_and_fits_when_the_context_is
 
 def test_a_prompt_of_one_question_refuses_several_turns() -> None:
     made = Encoder(speaking(SMOLLM), 1000, "alpaca")
-    with pytest.raises(ConfigError, match=r"training\.jsonl:2: a conversation of several turns, .* use task.prompt: chat"):
+    with pytest.raises(UnfitError, match=r"training\.jsonl:2: a conversation of several turns, .* use task.prompt: chat"):
         made.encode_record(TWO)
     said = made.tokenizer.decode(made.encode_record(replace(ONE, system="You are a nurse.")).ids)
     assert said.startswith("You are a nurse.\n\nBelow is a task.")
@@ -204,7 +222,7 @@ def test_a_prompt_of_one_question_refuses_several_turns() -> None:
 )
 def test_a_system_prompt_that_the_template_refuses_or_drops_is_refused(template: str) -> None:
     made = encoder(template)
-    with pytest.raises(ConfigError, match=r"system: the tokenizer's chat template takes no system prompt; move its words"):
+    with pytest.raises(UnfitError, match=r"system: the tokenizer's chat template takes no system prompt; move its words"):
         made.encode_record(replace(ONE, system="You are a nurse."))
     assert made.encode_record(replace(ONE, instruction=f"You are a nurse. {ONE.instruction}")).ids
 
@@ -249,7 +267,9 @@ def test_a_template_that_fails_for_a_record_s_words_reveals_no_site() -> None:
     for template in (refuses + SMOLLM, asked):
         task = LanguageTask(DataList(Path(), splits, Loading(ignore_unfit=True)), speaking(template), 1000, config)
         assert task.data.splits["test"][0].instruction == ""
-    with pytest.raises(CheckpointError, match="fails for a record"):
+    with pytest.raises(
+        UnfitError, match=r"training\.jsonl:1: task\.prompt: 'chat': the tokenizer's template fails for a record"
+    ):
         LanguageTask(DataList(Path(), splits), speaking(refuses + SMOLLM), 1000, config)
 
 
@@ -262,7 +282,7 @@ def test_a_record_that_the_prompt_has_no_place_for_reveals_no_site(form: str, re
         "training"
     ]
     assert (found.instruction, found.system, found.history) == ("", "", ())
-    with pytest.raises(ConfigError):
+    with pytest.raises(UnfitError):
         LanguageTask(DataList(Path(), splits), speaking(GEMMA), 1000, config)
 
 

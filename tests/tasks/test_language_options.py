@@ -138,7 +138,7 @@ def test_an_option_that_the_tokenizer_fails_for_reveals_no_site(monkeypatch: pyt
 
     monkeypatch.setattr(Encoder, "option", option)
     record = Text("t:1", "q", "", ("no",), labels=("no", "secret"))
-    with pytest.raises(CheckpointError):
+    with pytest.raises(UnfitError, match="site: t:1: its tokenizer fails"):
         make_task((record,))
     model = Unigrams(torch.zeros(len(TOKENIZER)))
     assert make_task((record,), quiet=True).evaluate(model, "test", 1)["accuracy"] == 0

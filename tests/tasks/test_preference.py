@@ -1,6 +1,7 @@
 """Direct preference optimization, against Rafailov et al. (2023), equation 7, worked out record by record."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
 from consilium.tasks.language import LanguageConfig, metric_names
 from consilium.tasks.language.task import LanguageTask
+from consilium.tasks.language.tokens import IGNORED, Encoder
 from tests.adapters.test_lora import randomize
+from tests.tasks.test_conversations import MARKED, speaking
 
 TOKENIZER = load_tokenizer("tiny", None)
 PAIRS = (
@@ -27,10 +30,10 @@ PAIRS = (
 )
 
 
-def task_of(*texts: Text, quiet: bool = False, **options: Any) -> LanguageTask:
+def task_of(*texts: Text, quiet: bool = False, length: int = 128, tokenizer: Any = TOKENIZER, **options: Any) -> LanguageTask:
     data = DataList(Path("site"), {"training": texts, "validation": (), "test": texts}, loading=Loading(ignore_unfit=quiet))
     config = LanguageConfig(name="language", learn=options.pop("learn", "preference"), **options)
-    return LanguageTask(data, TOKENIZER, 128, config)
+    return LanguageTask(data, tokenizer, length, config)
 
 
 def adapted(seed: int = 0) -> Any:
@@ -123,6 +126,39 @@ def test_records_are_of_the_kind_that_is_learned() -> None:
         task_of(*PAIRS, learn="answer")
     quiet = task_of(*PAIRS, plain, quiet=True)
     assert math.isfinite(quiet.evaluate(adapted(), "test", 3)["loss"])
+
+
+def test_both_answers_follow_the_prompt_that_leaves_room_for_the_longer_one() -> None:
+    better, worse = "Call now.", "Take all that you have, and then some."
+    text = Text("training.jsonl:1", "A rash and fever for days. " * 20, "", (better,), rejected=worse)
+    asked, *answers = (TOKENIZER(one, add_special_tokens=False).input_ids for one in (text.instruction, better, worse))
+    room = 64 - len(answers[1]) - 1
+    assert 32 <= room < 64 - len(answers[0]) - 1
+    prompt = asked[: room // 2] + asked[-(room - room // 2) :]
+    for pair, order in ((text, (0, 1)), (replace(text, outputs=(worse,), rejected=better), (1, 0))):
+        batch = task_of(pair, length=64, prompt="{instruction}").batch([0], 0)
+        for row, mask, which in zip(batch["input_ids"][0], batch["attention_mask"][0], order, strict=True):
+            assert row[mask.bool()].tolist() == [*prompt, *answers[which], TOKENIZER.eos_token_id]
+
+
+def test_a_marked_chat_is_cut_for_both_answers_where_one_is_too_long() -> None:
+    words = "A rash and fever for days. " * 5
+    text = Text("training.jsonl:1", words, "", ("Call.",), rejected="Take all that you have, and then some more.")
+    tokenizer = speaking(MARKED)
+    encoder = Encoder(tokenizer, 1000, "chat")
+    whole = [len(encoder.encode_record(Text("", words, "", (said,))).ids) for said in (text.outputs[0], text.rejected)]
+    assert whole[0] < whole[1] - 8
+    batch = task_of(text, length=whole[1] - 8, tokenizer=tokenizer, prompt="chat").batch([0], 0)
+    starts = [int((labels != IGNORED).nonzero()[0]) for labels in batch["labels"][0]]
+    prompts = [row[:start].tolist() for row, start in zip(batch["input_ids"][0], starts, strict=True)]
+    assert prompts[0] == prompts[1]
+
+
+def test_a_record_counts_as_cut_where_either_answer_is(caplog: pytest.LogCaptureFixture) -> None:
+    long = Text("training.jsonl:3", "A cough? " * 40, "", ("Rest.",), rejected="Run and swim and dance. " * 40)
+    found = task_of(PAIRS[0], long, length=64, prompt="{instruction}").evaluate(adapted(), "test", 2)
+    assert (found["cut_prompts"], found["cut_answers"]) == (0.5, 0.5)
+    assert "2 prompts lost their middle, 2 answers their end" in caplog.text  # one in each of two splits
 
 
 @pytest.mark.parametrize(

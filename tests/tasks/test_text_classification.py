@@ -230,6 +230,29 @@ def test_predict_writes_a_class_and_probabilities_for_each_record(
     assert [(tmp_path / name).read_bytes() for name in ("new.jsonl", "said/new.jsonl")] == before
 
 
+def test_a_text_that_the_tokenizer_cannot_read_is_named_and_the_others_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its tokenizer has no token for unknown words. A blank in its place would get a class."""
+    base = save_encoder(tmp_path / "base")
+    raw = json.loads((base / "tokenizer.json").read_text())
+    raw["model"]["unk_token"] = "[NONE]"
+    (base / "tokenizer.json").write_text(json.dumps(raw))
+    adapter = kept(tmp_path / "kept", job(base), checkpoint_hash(base))
+    (tmp_path / "new.jsonl").write_text('{"text": "fluid"}\n{"text": "fracture"}\n{"text": "clear"}\n')
+    assert run(monkeypatch, "predict", adapter, tmp_path / "new.jsonl", "--out", tmp_path / "said") == 1
+    assert "new.jsonl:2: model.checkpoint: its tokenizer fails for a text" in capsys.readouterr().err.replace("\n", " ")
+    lines = [json.loads(line) for line in (tmp_path / "said/new.jsonl").read_text().splitlines()]
+    assert [line["record"] for line in lines] == ["new.jsonl:1", "new.jsonl:3"]
+    folder = reports(tmp_path / "a")
+    (folder / "test.jsonl").write_text('{"text": "fracture", "label": "normal"}\n{"text": "clear", "label": "normal"}\n')
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job(base).model_dump()))
+    assert run(monkeypatch, "data", "check", folder, "--job", tmp_path / "job.yaml") == 1
+    said = capsys.readouterr().out
+    assert "1 x refused by the job" in said
+    assert "test.jsonl:1: model.checkpoint: its tokenizer fails for a text" in said
+
+
 def test_what_does_not_fit_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     base = save_encoder(tmp_path / "base")
     config, read = job(base), TASKS["classification"].read

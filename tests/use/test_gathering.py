@@ -26,6 +26,8 @@ from consilium.use.model import TrainedModel
 from consilium.use.predict import Outcome, OutputOptions, predict
 from consilium.use.predictor import Prediction, Predictor, Prompts, answer_inputs, find_inputs
 from tests.conftest import run, small_text
+from tests.models.folders import config_of, save_folder
+from tests.tasks.test_conversations import CHATS, NO_PLACE, REFUSING, speaking
 from tests.use.handing import CELLS, FUNDUS, HERE, trained
 from tests.use.test_predict import noise
 
@@ -233,6 +235,42 @@ def test_records_are_answered_as_each_alone_in_files_of_their_names(tmp_path: Pa
         assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "4" / name).read_bytes()
     said = [json.loads(line) for line in (tmp_path / "4/3.jsonl").read_text().splitlines()]
     assert [(row["record"], row["input"]) for row in said][4] == ("3.jsonl:5", "Ward 3, patient 4, fever.")
+
+
+def test_a_model_of_preferences_answers_records_with_one_answer_two_or_none(tmp_path: Path) -> None:
+    """As the same model does that learned answers."""
+    (tmp_path / "a.jsonl").write_text('{"instruction": "Fever?"}\n')
+    (tmp_path / "b.jsonl").write_text('{"prompt": "Fever?", "chosen": "Rest.", "rejected": "Run."}\n')
+    (tmp_path / "c.jsonl").write_text('{"prompt": "Fever?", "completion": "Rest."}\n')
+    said, model = list[Any](), opened(small_text())
+    for learn in ("answer", "preference"):
+        task = {"name": "language", "learn": learn, "max_new_tokens": 8}
+        own = replace(model, config=JobConfig.model_validate(small_text().model_dump() | {"task": task}))
+        for one in find_inputs(tmp_path, True, tmp_path / "out"):
+            (row,) = predicting.answers(own, one, 8)
+            assert isinstance(row, dict)
+            said.append((row["instruction"], row["answer"]))
+    assert len(said) == 6
+    assert set(said) == {("Fever?", said[0][1])}
+
+
+@pytest.mark.parametrize(("prompt", "told"), NO_PLACE.items())
+def test_a_record_that_the_prompt_has_no_place_for_costs_no_other(prompt: str, told: dict[int, str], tmp_path: Path) -> None:
+    tokenizer = speaking(REFUSING)
+    base = save_folder(tmp_path / "base", vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(base)
+    raw = small_text().model_dump()
+    raw["model"] |= {"variant": "folder", "checkpoint": str(base), "config": config_of(base)}
+    raw["task"] = {"name": "language", "prompt": prompt, "max_new_tokens": 4}
+    (tmp_path / "new.jsonl").write_text("".join(json.dumps(record) + "\n" for record in CHATS))
+    wanted, model = OutputOptions(tmp_path / "out"), opened(JobConfig.model_validate(raw))
+    inputs = find_inputs(tmp_path / "new.jsonl", True, tmp_path / "out")
+    found = predict(Predictor(model, 4), inputs, wanted, lambda one: None)
+    for (_, why), (number, reason) in zip(found.bad, told.items(), strict=True):
+        assert f"new.jsonl:{number}: " in why
+        assert reason in why
+    said = [json.loads(line)["record"] for line in (tmp_path / "out/new.jsonl").read_text().splitlines()]
+    assert said == [f"new.jsonl:{number}" for number in (1, 2, 3, 4) if number not in told]
 
 
 def test_a_record_that_cannot_be_used_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

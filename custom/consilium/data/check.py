@@ -102,16 +102,15 @@ def _add_sample(report: Findings, split: str, item: Item, sample_name: str, foun
 
 def check_texts(
     path: Path,
-    length_of: Callable[[Text], int] | None = None,
+    length_of: Callable[[Text, str], int] | None = None,
     max_length: int = 0,
     class_of: Callable[[Text], int] | None = None,
-    check_fit: Callable[[Text, str], object] | None = None,
 ) -> Findings:
     """Read every record of a text data set and return the findings.
 
-    `length_of`: returns a record's length in the job's tokens; lengths over `max_length` are then reported. `class_of`: raises
-    DataError for a record whose class the job does not have. `check_fit`: raises UnfitError for a record that the job refuses
-    in its split. A prompt or a patient in two splits is a problem, because it leaks the test split into training. Raises
+    `length_of`: returns the length of a record of a split in the job's tokens, and raises UnfitError for a record that the job
+    refuses there; lengths over `max_length` are then reported. `class_of`: raises DataError for a record whose class the job
+    does not have. A prompt or a patient in two splits is a problem, because it leaks the test split into training. Raises
     DataError if a file cannot be read.
     """
     bad = list[DataError]()
@@ -128,14 +127,12 @@ def check_texts(
                 class_of(text)
             except DataError as error:
                 report.add_problem("no class of the job", str(error))
-        if check_fit is not None:
+        if length_of is not None:
             try:
-                check_fit(text, split)
+                length = length_of(text, split)
             except UnfitError as error:
                 report.add_problem("refused by the job", str(error))
                 continue
-        if length_of is not None:
-            length = length_of(text)
             report.lengths[length] += 1
             if length > max_length:
                 # a conversation is refused, other records are cut

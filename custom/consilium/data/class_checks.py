@@ -32,6 +32,11 @@ def class_name(label: object, names: Sequence[str]) -> str | None:
     return label if isinstance(label, str) and label in names else None
 
 
+def text_label(label: str, names: Sequence[str]) -> str | int:
+    """Return a text's label, as a number if it is one and not a class's name."""
+    return int(label) if label.isdecimal() and label not in names and len(label) < 10 else label
+
+
 def doubtful_name_findings(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """Yield (kind, line) for each doubtful name of a class. `counts`: the number of samples per class."""
     # one case, without blanks, hyphens and underscores between letters and digits; a sign at the end stays: HER2 is not HER2-

@@ -20,7 +20,7 @@ import numpy as np
 from consilium.core.errors import DataError, UnfitError
 from consilium.data import slides, volumes
 from consilium.data.check_samples import Classes, map_by_file
-from consilium.data.class_checks import class_name
+from consilium.data.class_checks import class_name, text_label
 from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.images import (
     check_mask_shape,
@@ -209,7 +209,7 @@ def tally(data: DataList, task: Any, count: int, before_sample: Callable[[], Non
         found.classes[split], found.absent[split] = {n: [] for n in names}, {n: [] for n in names}
         for number, item in enumerate(items):
             before_sample()
-            for name, share in _class_shares(item, task, settings).items() if names and isinstance(item, Item) else ():
+            for name, share in _class_shares(item, task, settings).items() if names else ():
                 (found.classes if share else found.absent)[split][name].append(number)
                 if share and not single and split == "training":
                     found.areas[name].append(share)
@@ -230,8 +230,10 @@ def person_of(item: Any) -> str:
     return str(item.patient or item.name)
 
 
-def _class_shares(item: Item, task: Any, settings: PictureSettings) -> dict[str, float]:
-    """Return the share of a picture that each annotated class covers; 1 for the class of a whole picture. Raises DataError."""
+def _class_shares(item: Item | Text, task: Any, settings: PictureSettings) -> dict[str, float]:
+    """Return the share of a picture that each annotated class covers; 1 for a sample's only class. Raises DataError."""
+    if isinstance(item, Text):
+        return {class_name(text_label(item.label, task.classes), task.classes) or OTHERS: 1.0}
     if not isinstance(task.classes, Mapping):
         return {class_name(item.label, task.classes) or OTHERS: 1.0}
     try:

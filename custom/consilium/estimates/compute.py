@@ -35,18 +35,13 @@ from consilium.models.meta_device import allow_meta_compute
 from consilium.privacy.discrete_gaussian import clipped_sum
 from consilium.privacy.plan import max_samples_per_patient
 from consilium.strategies.strategy import trained_names
+from consilium.tasks.language import ASKS
 from consilium.tasks.registry import TASKS
 from consilium.tasks.segmentation import prompt_kind_of
 from consilium.training.device import has_native_bf16
 from consilium.training.sharding import spared_bytes
 
 # FLOPs ------------------------------------------------------------------------------------------------------------------
-
-GENERATES = frozenset({"label", "exact", "generation"})
-"""Values of `task.evaluate` with which a language model generates answers beside the loss.
-
-With a key-value cache, generating costs about one more forward pass per token.
-"""
 
 
 @dataclass(frozen=True)
@@ -123,7 +118,8 @@ def run_flops(job: Job, work: Work, samples: Samples) -> float:
     held = federation.count_to_evaluate(sites - asked) * training.rounds
     scored = (scored_rounds * asked + held) * (samples.validation / sites)
     scored += len(Stage) * (samples.test or samples.validation)
-    writes = getattr(job.config.task, "evaluate", "") in GENERATES
+    # with a key-value cache, generating answers costs about one more forward pass per token
+    writes = getattr(job.config.task, "evaluate", "") in ASKS
     return rounds + closing + scored * work.scoring * (2 if writes else 1)
 
 

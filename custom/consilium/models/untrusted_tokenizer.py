@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from consilium.core.errors import STOPS, CheckpointError, ConsiliumError
+from consilium.core.errors import STOPS, CheckpointError, ConsiliumError, UnfitError
 
 GROWTH = 32
 """Largest number of characters that a tokenizer may make from one, not counting Unicode normalization. SentencePiece tokenizers
@@ -93,6 +93,15 @@ def replace_tokenizer_errors() -> Iterator[None]:
         raise
     except BaseException as error:
         raise CheckpointError(f"model.checkpoint: its tokenizer fails for a text ({type(error).__name__}); {_REMEDY}") from None
+
+
+@contextmanager
+def replace_record_errors(name: str) -> Iterator[None]:
+    """Within the context, turn a tokenizer's or chat template's failure for a record into UnfitError with the record's name."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise UnfitError(f"{name}: {error}") from None
 
 
 def check_tokenizer_json(program: Mapping[str, Any], where: str) -> None:

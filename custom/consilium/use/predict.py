@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -158,11 +158,15 @@ def _answer_records(opened: TrainedModel, where: Path, texts: list[Text], batch_
     if not texts:
         return []
     try:
-        config = opened.config
-        data = DataList(where, {"training": tuple(texts), "validation": (), "test": ()})
-        if config.task.name == "classification":  # records without a class
-            data = replace(data, loading=replace(data.loading, ignore_unfit=True))
-        task: Any = build_task(config, data, opened.own)
+        # nothing that is written depends on a text's class, or on the worse of two answers
+        config, section = opened.config, cast(Any, opened.config.task)
+        given: dict[str, Any] = {"rejected": ""}
+        if section.name == "classification":
+            given["outputs"] = (section.classes[0],)
+        elif section.learn == "preference":
+            config = config.model_copy(update={"task": section.model_copy(update={"learn": "answer"})})
+        asked = tuple(replace(text, **given) for text in texts)
+        task: Any = build_task(config, DataList(where, {"training": asked, "validation": (), "test": ()}), opened.own)
         device = next(opened.model.parameters()).device
         with torch.no_grad(), autocast(device, config.training.precision):
             written: list[Any] = task.predict(opened.model, "training", batch_size)

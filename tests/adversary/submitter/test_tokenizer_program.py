@@ -2,19 +2,21 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
-from consilium.core.errors import CheckpointError, Reason
+from consilium.core.errors import CheckpointError, Reason, UnfitError
 from consilium.core.messages import Kind
 from consilium.data.datalist import DataList, Loading
 from consilium.data.text import Text
 from consilium.flare.job import executor, filters, wire
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
 from consilium.models.untrusted_tokenizer import is_linear
+from consilium.tasks.classification.text_samples import TextSamples
 from consilium.tasks.language import LanguageConfig
 from consilium.tasks.language.task import LanguageTask
 from consilium.tasks.language.tokens import Encoder
@@ -237,6 +239,23 @@ def test_a_tokenizer_s_panic_is_an_error_without_the_record_s_words() -> None:
     assert "HIV" not in str(error.value)
 
 
+class PanickingNormalizer:
+    """A tokenizer's normalizer that fails for the records that say one thing."""
+
+    def normalize_str(self, words: str) -> str:
+        if "HIV positive" in words:
+            raise Panic("HIV positive")
+        return words
+
+
+def test_a_normalizer_s_panic_is_an_error_without_the_record_s_words() -> None:
+    tokenizer = Panicking(load_tokenizer("tiny", None))
+    vars(tokenizer)["backend_tokenizer"] = SimpleNamespace(normalizer=PanickingNormalizer())
+    with pytest.raises(CheckpointError, match=r"its tokenizer fails for a text \(Panic\)") as error:
+        Encoder(tokenizer, 64).option("HIV positive")  # type: ignore[arg-type]
+    assert "HIV" not in str(error.value)
+
+
 @pytest.mark.parametrize("quiet", [True, False])
 def test_a_private_job_does_not_stop_where_a_record_makes_the_tokenizer_fail(quiet: bool) -> None:
     """Claim: in a quiet list such a record is an empty one; else a site's silence would tell who has it."""
@@ -244,8 +263,9 @@ def test_a_private_job_does_not_stop_where_a_record_makes_the_tokenizer_fail(qui
     data = DataList(Path("list.json"), {"training": texts, "validation": (), "test": ()}, loading=Loading(ignore_unfit=quiet))
     tokenizer: Any = Panicking(load_tokenizer("tiny", None))
     if not quiet:
-        with pytest.raises(CheckpointError, match="tokenizer fails"):
+        with pytest.raises(UnfitError, match=r"case-27: model\.checkpoint: its tokenizer fails") as error:
             LanguageTask(data, tokenizer, 64, LanguageConfig(name="language"))
+        assert "HIV" not in str(error.value)
         return
     task = LanguageTask(data, tokenizer, 64, LanguageConfig(name="language"))
     empty, whole = task.data.splits["training"]
@@ -270,7 +290,7 @@ def test_a_private_job_does_not_stop_where_a_prompt_fails_only_when_it_is_shorte
     splits = {"training": (), "validation": (), "test": texts}
     task = LanguageTask(DataList(Path("list.json"), splits, Loading(ignore_unfit=True)), FailsAtTheStart(tiny), 64, config)  # type: ignore[arg-type]
     assert len(task.predict(model, "test", 1)) == 2
-    with pytest.raises(CheckpointError, match="tokenizer fails"):
+    with pytest.raises(UnfitError, match="tokenizer fails"):
         LanguageTask(DataList(Path("list.json"), splits), FailsAtTheStart(tiny), 64, config).predict(model, "test", 1)  # type: ignore[arg-type]
 
 
@@ -287,6 +307,15 @@ def test_a_tokenizer_that_fails_for_an_empty_record_fails_at_every_site() -> Non
     data = DataList(Path("list.json"), splits, Loading(ignore_unfit=True))
     with pytest.raises(CheckpointError, match="tokenizer fails"):
         LanguageTask(data, FailsForNothing(load_tokenizer("tiny", None)), 64, LanguageConfig(name="language"))  # type: ignore[arg-type]
+
+    class FailsForABlank(Panicking):
+        def __call__(self, text: str, **options: Any) -> Any:
+            if not text.strip():
+                raise Panic("blank")
+            return self._tokenizer(text, **options)
+
+    with pytest.raises(CheckpointError, match="tokenizer fails"):
+        TextSamples(data, FailsForABlank(load_tokenizer("tiny", None)), 64)
 
 
 def test_no_failure_at_a_site_passes_the_executor_and_the_filters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,6 +109,7 @@ FORMER = {"scores": {"f1": "present"}}
 _TASK = "consilium.tasks.classification.task"
 _check_texts = lazy("consilium.data.check:check_texts")
 _class_index = lazy(f"{_TASK}:class_index")
+_token_ids = lazy("consilium.tasks.classification.text_samples:token_ids")
 _pictures, _usable_pictures = partial(read_datalist, labels_are_classes=True), picture_lists.usable_reader(classes=True)
 
 
@@ -130,7 +131,7 @@ def _check(
     """Return the findings of the check of a list of pictures or a folder of texts."""
     if not _is_texts(path):
         return picture_lists.check(path, config, tokenizer, input_size, prepare_list)
-    length = (lambda text: len(tokenizer(text.prompt_without_template).input_ids)) if tokenizer is not None else None
+    length = (lambda text, split: len(_token_ids(tokenizer, text))) if tokenizer is not None else None
     return cast(Findings, _check_texts(path, length, input_size, config and (lambda text: _class_index(text, config.classes))))
 
 

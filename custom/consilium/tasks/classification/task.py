@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from consilium.core.errors import DataError, UnfitError
 from consilium.data.cache import SampleCache, to_float
 from consilium.data.check_samples import image_shape
+from consilium.data.class_checks import text_label
 from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.disk_cache import CachedSample
 from consilium.data.images import BLACK, Colour, Sample, augment, read_picture
@@ -223,9 +224,7 @@ def pick_across_classes(labels: Sequence[int], count: int) -> list[int]:
 def class_index(item: Item | Text, classes: Sequence[str]) -> int:
     """Return the index of a sample's class, given by name or number. Raises UnfitError if it has none of `classes`."""
     known = f"task.classes has {', '.join(classes)}"
-    label, name = item.label, item.image or item.name
-    if isinstance(item, Text) and label not in classes and str(label).isdecimal():
-        label = int(str(label))
+    name, label = item.image or item.name, text_label(item.label, classes) if isinstance(item, Text) else item.label
     if label is None or isinstance(label, Path):
         raise UnfitError(f"{name}: has no class; every sample of a classification task needs a label ({known})")
     if isinstance(label, str):
@@ -292,16 +291,15 @@ def score(
     return found
 
 
-def _check_item(item: Item, classes: Sequence[str], settings: PictureSettings) -> None:
-    image_shape(item, settings)
+def _check_item(item: Item | Text, classes: Sequence[str], settings: PictureSettings) -> None:
+    if isinstance(item, Item):
+        image_shape(item, settings)
     class_index(item, classes)
 
 
 def check_item(config: ClassificationConfig, item: Item | Text) -> None:
     """Raise DataError for a sample without a class of the task, or for a picture with a header that cannot be read."""
-    if isinstance(item, Item):
-        image_shape(item, config)
-    class_index(item, config.classes)
+    _check_item(item, config.classes, config)
 
 
 def build(config: ClassificationConfig, model: ModelConfig, data: DataList, tokenizer: Any) -> ClassificationTask:

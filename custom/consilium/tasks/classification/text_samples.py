@@ -2,17 +2,16 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from consilium.core.errors import CheckpointError, DataError
+from consilium.core.errors import DataError, UnfitError
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.images import Sample
 from consilium.data.text import Text
-from consilium.models.untrusted_tokenizer import replace_tokenizer_errors
+from consilium.models.untrusted_tokenizer import replace_record_errors, replace_tokenizer_errors
 
 T = TypeVar("T")
 
@@ -26,10 +25,11 @@ class TextSamples:
     skipped, all_lost = 0, False
 
     def __init__(self, data: DataList, tokenizer: Any, max_length: int) -> None:
-        self._tokenizer, cut = tokenizer, 0
-        self._rows = dict[str, list[Sample]]()
+        cut, self._rows = 0, dict[str, list[Sample]]()
+        # what fails for a blank fails at every site
+        blank = _tokenize(tokenizer, " ") if data.loading.ignore_unfit else None
         for split in SPLITS:
-            found = [self._tokens(text, data.loading.ignore_unfit) for text in data.splits[split]]
+            found = [token_ids(tokenizer, text, blank) for text in data.splits[split]]
             cut += sum(len(ids) > max_length for ids in found)
             kept = [ids if len(ids) <= max_length else ids[: max_length - 1] + ids[-1:] for ids in found]
             self._rows[split] = [{"text": torch.tensor(ids)} for ids in kept]
@@ -38,21 +38,6 @@ class TextSamples:
                 f"{data.path}: {cut} texts lost their end: they are longer than model.max_length {max_length} tokens; raise it "
                 "to keep them whole"
             )
-
-    def _tokens(self, text: Text, ignore_unfit: bool) -> list[int]:
-        """Return a text's token ids, with the tokens that the tokenizer adds around it.
-
-        Names of special tokens within the text are ordinary text. Raises CheckpointError if the tokenizer fails; with
-        `ignore_unfit` the text then counts as empty.
-        """
-        try:
-            with replace_tokenizer_errors():
-                found = list(self._tokenizer(text_or_blank(text), split_special_tokens=True, verbose=False).input_ids)
-                return found or [self._tokenizer.unk_token_id or 0]  # an encoder needs at least one token
-        except CheckpointError:
-            if not ignore_unfit:
-                raise
-        return self._tokens(replace(text, instruction="", input="", system="", history=()), ignore_unfit=False)
 
     def map(self, split: str, indices: Sequence[int], transform: Callable[[int, Any], T]) -> list[tuple[int, T]]:
         """Return (index, transformed sample) for these samples."""
@@ -65,6 +50,27 @@ class TextSamples:
 
     def read_again(self, split: str, index: int) -> None:
         """Do nothing: a text has no file of its own."""
+
+
+def token_ids(tokenizer: Any, text: Text, blank: list[int] | None = None) -> list[int]:
+    """Return a text's token ids, with the tokens that the tokenizer adds around it.
+
+    If the tokenizer fails, return `blank`, or raise UnfitError without it.
+    """
+    try:
+        with replace_record_errors(text.name):
+            return _tokenize(tokenizer, text_or_blank(text))
+    except UnfitError:
+        if blank is None:
+            raise
+        return blank
+
+
+def _tokenize(tokenizer: Any, words: str) -> list[int]:
+    """Return the token ids of some words. Names of special tokens are ordinary words. Raises CheckpointError."""
+    with replace_tokenizer_errors():
+        found = list(tokenizer(words, split_special_tokens=True, verbose=False).input_ids)
+        return found or [tokenizer.unk_token_id or 0]  # an encoder needs at least one token
 
 
 def text_or_blank(text: Text) -> str:

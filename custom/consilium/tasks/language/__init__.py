@@ -177,7 +177,7 @@ def scores(config: LanguageConfig) -> Scores:
 
 _TASK = "consilium.tasks.language.task"
 _check_texts = lazy("consilium.data.check:check_texts")
-_check_fit = lazy(f"{_TASK}:check_fit")
+_length_if_fit = lazy(f"{_TASK}:length_if_fit")
 _encoder = lazy("consilium.tasks.language.tokens:Encoder")
 
 
@@ -191,8 +191,7 @@ def _check(
     if config is None:
         return cast(Findings, _check_texts(path))
     encoder = _encoder(tokenizer, input_size, config.prompt)
-    fit = partial(_check_fit, config=config, encoder=encoder)
-    return cast(Findings, _check_texts(path, encoder.full_length, input_size, check_fit=fit))
+    return cast(Findings, _check_texts(path, partial(_length_if_fit, config=config, encoder=encoder), input_size))
 
 
 LANGUAGE = TaskKind(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError
+from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError, UnfitError
 from consilium.core.sanitize import shown
 from consilium.data.text import WITH_INPUT, WITHOUT_INPUT, Text
 from consilium.tasks.language.templates import TemplateFailure, render
@@ -58,7 +58,7 @@ class Prompt:
         if self.form == "chat":
             return self._chat_prompt(question, context, self._earlier_turns(text))
         if text.history:
-            raise ConfigError(
+            raise UnfitError(
                 f"{text.name}: a conversation of several turns, where task.prompt {self.form[:40]!r} asks one question; use "
                 "task.prompt: chat"
             )
@@ -124,9 +124,9 @@ class Prompt:
         return parts
 
     def _earlier_turns(self, text: Text) -> list[dict[str, str]]:
-        """Return the turns before the last question. Raises ConfigError for a system prompt that the template ignores."""
+        """Return the turns before the last question. Raises UnfitError for a system prompt that the template ignores."""
         if text.system and not self.takes_system:
-            raise ConfigError(
+            raise UnfitError(
                 f"{text.name}: system: the tokenizer's chat template takes no system prompt; move its words into the first "
                 "question, or use task.prompt: alpaca"
             )

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -11,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from consilium.core.errors import CheckpointError, ConfigError, UnfitError
+from consilium.core.errors import UnfitError
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.text import Text
 from consilium.models.transformers_folder import max_prompt_tokens
+from consilium.models.untrusted_tokenizer import replace_record_errors
 from consilium.tasks.base import Answered, Batch, UnitScores, evaluating
 from consilium.tasks.bootstrap import bootstrap_unit, intervals_of_means
 from consilium.tasks.language import ASKS, CUT, CUT_ASKED, WRITTEN, LanguageConfig, text_scores
@@ -85,9 +87,7 @@ class LanguageTask:
         if said and not all(text.system for texts in self.data.splits.values() for text in texts):
             what = f"the tokenizer's chat template adds a system prompt of its own, {said[:200]!r}"
             self._warn_once(f"{what}; a record's `system` replaces it")
-        prompts, answers = _count_shortened(
-            [pair for pairs in (*self._pairs.values(), *self._worse.values()) for pair in pairs]
-        )
+        prompts, answers = _count_shortened([pair for pairs in self._pairs.values() for pair in pairs])
         if prompts or answers:
             what = f"{prompts} prompts lost their middle, {answers} answers their end"
             self._warn_once(
@@ -106,29 +106,38 @@ class LanguageTask:
     def _encode_record(self, text: Text) -> tuple[Any, ...]:
         """Return a record, its tokens and, for preferences, those of its rejected answer.
 
-        In a list that ignores unfit samples a record that cannot be tokenized, or is of the other kind, becomes empty.
-        If the site failed instead, a malicious tokenizer or chat template that rejects certain words would reveal which sites
-        hold them. So the prompt alone, which later evaluations use, is tried too.
+        In a list that ignores unfit samples a record that cannot be tokenized, or is of the other kind, becomes empty. So the
+        prompt alone, which later evaluations use, is tried too.
         """
-
-        try:
+        with self._ignore_unfit(text):
             check_kind(text, self.config)
             if self.ignores_unfit and self.kind in (*ASKS, "options"):
                 self._encoder.prompt(text, self._encoder.max_length)
             return text, *self._encode_answers(text)
-        except UnfitError as error:
-            if not self.ignores_unfit:
-                raise UnfitError(f"{self.data.path}: {error}") from None
-        except (CheckpointError, ConfigError):  # ConfigError: a system prompt that the chat template has no place for
-            if not self.ignores_unfit:
-                raise
         empty = replace(text, instruction="", input="", outputs=("",), final_answer=None, rejected="", history=(), system="")
         return empty, *self._encode_answers(empty)
 
+    @contextmanager
+    def _ignore_unfit(self, text: Text) -> Iterator[None]:
+        """Within the context, a record that cannot be used raises UnfitError, or nothing in a list that ignores unfit samples.
+
+        If the site failed instead, a malicious tokenizer or chat template that rejects certain words would reveal which sites
+        hold them.
+        """
+        try:
+            with replace_record_errors(text.name):
+                yield
+        except UnfitError as error:
+            if not self.ignores_unfit:
+                raise UnfitError(f"{self.data.path}: {error}") from None
+
     def _encode_answers(self, text: Text) -> list[Encoded]:
-        """Return a record's tokens and, for preferences, those of its rejected answer."""
-        worse = [replace(text, outputs=(text.rejected,))] if self._compares else []
-        return [self._encoder.encode_record(answer) for answer in (text, *worse)]
+        """Return a record's tokens and, for preferences, those of its rejected answer. `answer_cut` of the first is of both."""
+        found = self._encoder.encode_record(text)
+        if not self._compares:
+            return [found]
+        worse = self._encoder.encode_record(replace(text, outputs=(text.rejected,), rejected=text.outputs[0]))
+        return [found._replace(answer_cut=found.answer_cut or worse.answer_cut), worse]
 
     def _prompts(self, texts: Sequence[Text], rooms: Sequence[int]) -> list[tuple[list[int], bool]]:
         """Return each record's prompt in at most as many tokens, and whether it was shortened.
@@ -139,12 +148,10 @@ class LanguageTask:
         spare = {room: self._encoder.prompt(EMPTY, room) for room in set(rooms)} if self.ignores_unfit else {}
         found = list[tuple[list[int], bool]]()
         for text, room in zip(texts, rooms, strict=True):
-            try:
+            with self._ignore_unfit(text):
                 found.append(self._encoder.prompt(text, room))
-            except (UnfitError, CheckpointError, ConfigError):
-                if not self.ignores_unfit:
-                    raise
-                found.append(spare[room])
+                continue
+            found.append(spare[room])
         return found
 
     def has(self, split: str) -> bool:
@@ -339,22 +346,18 @@ class LanguageTask:
 
         In a list that ignores unfit samples an unfit record has none, nor has one with an option that cannot be tokenized.
         """
-        try:
+        with self._ignore_unfit(text):
             return find_right_answers(text, self.config, self._encoder)
-        except UnfitError as error:
-            if not self.ignores_unfit:
-                raise UnfitError(f"{self.data.path}: {error}") from None
-        except CheckpointError:
-            if not self.ignores_unfit:
-                raise
         return frozenset()
 
 
-def check_fit(text: Text, split: str, config: LanguageConfig, encoder: Encoder) -> None:
-    """Raise UnfitError for a record that the task refuses in this split, except for its length."""
-    check_kind(text, config)
-    if split != "training":
-        find_right_answers(text, config, encoder)
+def length_if_fit(text: Text, split: str, config: LanguageConfig, encoder: Encoder) -> int:
+    """Return a record's tokens. Raises UnfitError if the task refuses it in this split, except for its length."""
+    with replace_record_errors(text.name):
+        check_kind(text, config)
+        if split != "training":
+            find_right_answers(text, config, encoder)
+        return encoder.full_length(text)
 
 
 def check_kind(text: Text, config: LanguageConfig) -> None:

@@ -106,21 +106,25 @@ class Encoder:
     def encode_record(self, text: Text) -> Encoded:
         """Return a record with its first reference. Labels of the prompt are IGNORED unless the whole sequence is learned.
 
+        The prompt leaves room for a rejected answer too, so that both answers of a preference record follow the same prompt.
         Raises UnfitError for a conversation of several turns that is longer than `max_length`, which cannot be shortened.
         """
+        other = [replace(text, outputs=(text.rejected,))] if text.rejected else []
         if self.by_turns and self._prompt.form == "chat" and (text.history or self._prompt.has_generation_marks):
             found = self._encode_conversation(text)
             # an empty answer may have no token between the marks; below, its end is learned
             learns = text.history or any(label != IGNORED for label in found.labels)
-            if learns and len(found.ids) <= self.max_length:
+            length = max(len(one.ids) for one in (found, *map(self._encode_conversation, other)))
+            if learns and length <= self.max_length:
                 return found
             if text.history:
                 raise UnfitError(
-                    f"{text.name}: a conversation of {len(found.ids)} tokens, over model.max_length {self.max_length}; raise "
+                    f"{text.name}: a conversation of {length} tokens, over model.max_length {self.max_length}; raise "
                     "it, or split the conversation"
                 )
         answer = self.answer(text)
-        prompt, cut = self.prompt(text, max(self.max_length - len(answer), self._least))
+        longest = max(map(len, (answer, *map(self.answer, other))))
+        prompt, cut = self.prompt(text, max(self.max_length - longest, self._least))
         kept = answer[: self.max_length - len(prompt)]
         unlearned = [IGNORED] * len(prompt) if not self._whole else prompt
         return Encoded(prompt + kept, unlearned + kept, cut, len(kept) < len(answer))
@@ -204,7 +208,8 @@ class Encoder:
     def _normalize(self, words: str) -> str:
         """Return a text as the tokenizer normalizes it, because a name (in full-width characters) may appear only then."""
         normalizer = getattr(getattr(self.tokenizer, "backend_tokenizer", None), "normalizer", None)
-        return words if normalizer is None else str(normalizer.normalize_str(words)).replace(BREAK, "")
+        with replace_tokenizer_errors():
+            return words if normalizer is None else str(normalizer.normalize_str(words)).replace(BREAK, "")
 
     @property
     def default_system(self) -> str:
