@@ -1,5 +1,6 @@
 """What a site deletes of a run, what stays, and that it is on record."""
 
+import errno
 import json
 import os
 import subprocess
@@ -90,6 +91,50 @@ def test_only_what_is_past_its_time_goes_by_itself(
     assert (kit / JOB / "log.txt").is_file()
     assert run(monkeypatch, "forget", "--expired", "--kit", kit, "--format", "json") == 0
     assert json.loads(capsys.readouterr().out) == []
+
+
+def test_a_run_that_cannot_be_deleted_stops_no_other(
+    kit: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (kit / STATE / "runs").rglob("*"):
+        os.utime(path, (0, 0))
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()", f"-n={JOB}"], stdin=subprocess.PIPE) as process:
+        assert run(monkeypatch, "forget", "--expired", "--kit", kit) == 1
+        process.communicate(b"\n")
+    told = capsys.readouterr().out
+    assert f"fundus-1: failed: fundus-1: job {JOB} is still running; wait for its end" in told
+    assert "fundus-2: 3 files" in told
+    assert (kit / JOB / "log.txt").is_file()
+    assert not (kit / OTHER).exists()
+
+
+def test_nothing_is_deleted_that_cannot_be_put_on_record(
+    kit: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (kit / STATE / FILE).write_text('{"half": ')
+    before = files(kit)
+    assert run(monkeypatch, "forget", "fundus-1", "--kit", kit, "--reason", "x") == 1
+    assert "audit.jsonl: the record of what leaves cannot be written (a line is damaged)" in capsys.readouterr().err
+    assert files(kit) == before
+
+
+def test_a_deletion_that_breaks_off_is_on_record_and_another_deletes_the_rest(
+    kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record came last: the second one said that there were no files."""
+    folder, unlink, killed = refused_job(kit), Path.unlink, iter([False, True])
+
+    def unlink_once(path: Path, missing_ok: bool = False) -> None:
+        if next(killed, False):
+            raise PermissionError(errno.EACCES, "as good as killed")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink_once)
+    assert run(monkeypatch, "forget", "fundus-9", "--kit", kit, "--reason", "x") == 1
+    assert files(folder) == {"meta.json"}  # by which the run is found again
+    assert run(monkeypatch, "forget", "fundus-9", "--kit", kit, "--reason", "x") == 0
+    assert not folder.exists()
+    assert [said["files"] for said in read_with_epsilon(kit / STATE / FILE)["messages"]] == [2, 1]
 
 
 def refused_job(kit: Path, name: str = "fundus-9") -> Path:

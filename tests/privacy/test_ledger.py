@@ -200,7 +200,7 @@ def test_a_value_of_another_kind_is_refused_in_a_line(change: str, tmp_path: Pat
     with sqlite3.connect(path) as db:
         db.execute(f"UPDATE releases SET {change} = x'00ff'")
     for read in (Ledger(path).rows, Ledger(path).reseal):
-        with pytest.raises(RefusedError, match=r"row 1 .* none of this version"):
+        with pytest.raises(RefusedError, match=r"row 1 .* none of this version; .* restore it .* `consilium privacy accept`"):
             read()
 
 

@@ -5,13 +5,13 @@ import sys
 from contextlib import suppress
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from consilium.cli.options import FormatOption, emit
 from consilium.cli.site_records import find_site_records, markdown
-from consilium.core.errors import ConfigError, raise_first
+from consilium.core.errors import ConfigError, ConsiliumError, ExitCode, raise_first
 from consilium.core.sanitize import shown
 from consilium.federation import delete_run
 from consilium.federation.run_folders import RUNS, STATE, check_run_name
@@ -178,7 +178,7 @@ def forget(
     """Delete the files of a run at this site or at the server: models, pictures, scores, FLARE's files.
 
     A site's ledger and its record of what left stay. Messages that have left cannot be taken back. audit.jsonl records this,
-    and what was deleted, when, by whom and why.
+    and what is deleted, when, by whom and why. Exit code 1 if --expired cannot delete a run.
     """
     if bool(experiment) == expired:
         raise ConfigError("EXPERIMENT, --expired: give exactly one")
@@ -190,15 +190,28 @@ def forget(
         if site.retention_days is None:
             raise ConfigError(f"{kit / 'local' / 'site.yaml'}: retention_days: not set, so no run is past its time; set it")
         names = delete_run.expired_runs(root, site.retention_days, _jobs_by_run(kit))
-    found, lines = [], []
+    found, lines, failed = [], [], ExitCode.DONE
     for name in names:
-        if kit_role(kit) == "server":
-            one = delete_run.delete_at_server(_find_run_folder(name, kit / STATE), stored_jobs(kit, name), kit / STATE, reason)
-        else:
-            received = _jobs_by_run(kit).get(name, [])
-            state = find_site_records(kit).root if received else find_run_paths(name, kit)[1]
-            one = delete_run.delete_at_site(kit, state / RUNS / name, state, reason, received)
+        try:
+            one = _forget_run(name, kit, reason)
+        except (ConsiliumError, OSError, ValueError) as error:  # such as a damaged record, or a file of another user
+            if not expired:
+                raise
+            found.append({"run": name, "error": str(error)})
+            lines.append(f"{name}: failed: {shown(error, 400)}")
+            failed = ExitCode.FAILED
+            continue
         found.append(one)
         lines.append(f"{one['run']}: {one['files']} files ({one['bytes']:,} bytes) deleted, on record in {one['record']}")
         lines += [f"  stays: {one['stays']}", f"  cannot be taken back: {one['left']}"]
     emit(found, lines or "nothing is past its time", format)
+    raise typer.Exit(failed)
+
+
+def _forget_run(name: str, kit: Path, reason: str) -> dict[str, Any]:
+    """Delete a run at the server or site of a kit. Return the record."""
+    if kit_role(kit) == "server":
+        return delete_run.delete_at_server(_find_run_folder(name, kit / STATE), stored_jobs(kit, name), kit / STATE, reason)
+    received = _jobs_by_run(kit).get(name, [])
+    state = find_site_records(kit).root if received else find_run_paths(name, kit)[1]
+    return delete_run.delete_at_site(kit, state / RUNS / name, state, reason, received)

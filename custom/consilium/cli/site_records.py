@@ -143,8 +143,8 @@ def accept(
 ) -> None:
     """Accept a privacy ledger, or the ledger of sums without noise (sums.jsonl), as it is now.
 
-    Use it after lines were lost or altered. The reason, the user and the lost seals are recorded. The hospitals in lost
-    lines of sums are restored from the records of what left.
+    Use it after lines were lost or altered. The reason, the user and the lost seals are recorded. Rows of a damaged privacy
+    ledger that can be read stay counted. The hospitals in lost lines of sums are restored from the records of what left.
     """
     problems = {"--reason: empty; say what happened to the ledger": not reason.strip()} | {
         f"--seal: {one[:80]!r}: no seal; give the 64 hex digits of the site's log": not re.fullmatch(SHA256, one)
@@ -154,7 +154,10 @@ def accept(
     _, root, path = find_site_records(where)
     said = go_on(root, Ledger(path), reason, seal or ())
     kept, aside = (f"; as it was: {said[key]}" if said[key] else "" for key in ("kept", "sums_set_aside"))
-    lines = [f"{path}: accepted with {said['rows']} rows, {len(said['lost'])} lost seals on record{kept}"]
+    lines = [f"{path}: accepted with {count_with_noun(said['rows'], 'row')}, {len(said['lost'])} lost seals on record{kept}"]
+    if (gone := said["rows_lost"]) != 0:
+        what = "a part of the file" if gone is None else count_with_noun(gone, "row")
+        lines.append(f"  {what} cannot be read and no longer counts: lower `privacy.budgets` in site.yaml by what it cost")
     if said["lost_sums"] or aside:
         lines.append(f"{root / SUMS}: accepted, {len(said['lost_sums'])} lost lines on record{aside}")
     emit(said, lines, format)

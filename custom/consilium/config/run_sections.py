@@ -145,7 +145,8 @@ class FederationConfig(Section):
     max_weight: Annotated[
         Annotated[int, Field(ge=1, le=10**9)] | None,
         Field(
-            description="the largest weight of a site in the mean, for a site that reports more samples; by default no limit"
+            description="the largest weight of a site in the mean, for a site that reports more samples; by default no limit. "
+            "With `secure_aggregation` and without `privacy:`, a site of over 65,536 samples needs it"
         ),
     ] = None
     round_timeout: Annotated[

@@ -1,4 +1,4 @@
-"""Deletes a run's files at a site or the server, and records the deletion.
+"""Records the deletion of a run's files at a site or the server, and then deletes them.
 
 At a site the audit log of sent updates and the privacy ledger are not deleted, because spent budgets must remain known.
 """
@@ -85,19 +85,21 @@ def delete_at_server(folder: Path, stored: Sequence[Path], state: Path, reason: 
 
 
 def _delete(folder: Path, job_folders: Sequence[Path], state: Path, said: dict[str, Any]) -> dict[str, Any]:
-    """Delete a run's files and emptied folders, and the paths `job_folders` of its jobs elsewhere; record and return it."""
+    """Record, and then delete, a run's files, emptied folders and `job_folders` of its jobs elsewhere. Return the record.
+
+    So a deletion that breaks off is on record too, and another one deletes and records the rest.
+    """
     inside = [path for one in job_folders for path in (one, *(() if one.is_symlink() else one.rglob("*")))]
     files = [*_files_to_delete(folder), *[path for path in inside if path.is_symlink() or path.is_file()]]
-    size = sum(path.lstat().st_size for path in files)
-    for path in files:
+    said = {"run": folder.name, "files": len(files), "bytes": sum(path.lstat().st_size for path in files)} | said
+    AuditLog(state / FILE).add({"kind": KIND, "by": local_user(), **said}, again=True)
+    for path in sorted(files, key=lambda path: path.name.startswith("meta")):  # FLARE's metadata last: it names the run
         path.unlink()
     for one in filter(Path.is_dir, job_folders):
         shutil.rmtree(one)
     for place in sorted((p for p in folder.rglob("*") if p.is_dir() and not p.is_symlink()), reverse=True):
         if not any(place.iterdir()):
             place.rmdir()
-    said = {"run": folder.name, "files": len(files), "bytes": size} | said
-    AuditLog(state / FILE).add({"kind": KIND, "by": local_user(), **said}, again=True)
     return said | {"record": str(state / FILE)}
 
 

@@ -44,6 +44,7 @@ _LONGEST = 2**20
 _NUMBERS = frozenset(field.name for field in fields(Entry) if field.type in (int, float, bool))
 _MACHINE = tuple(f"SQLITE_{kind}" for kind in ("BUSY", "LOCKED", "FULL", "READONLY", "IOERR", "CANTOPEN", "PERM", "NOMEM"))
 """How SQLite's names of errors begin that say nothing about the content of the file."""
+_REMEDY = "restore it from a backup, or look at it and run `consilium privacy accept`"
 _INSERT = f"INSERT INTO releases (time, {', '.join(COLUMNS)}, seal) VALUES (?{', ?' * (len(COLUMNS) + 1)})"
 
 
@@ -99,18 +100,39 @@ class Ledger:
         self._last = last  # after the transaction, which may fail to its very end
         return new
 
-    def reseal(self) -> int:
+    def reseal(self, rows: list[Sealed] | None = None) -> int:
         """Recompute the seals of all rows, so that the ledger is valid with its present rows. Return how many seals changed.
 
-        Only for an administrator who has examined a broken chain: `accept` calls this and puts it on record.
+        `rows`: instead of those in the file. Only for an administrator who has examined a broken chain: `accept` calls this and
+        puts it on record.
         """
         with self._write_transaction() as db:
-            sealed = _read_rows(db, self.path, whole=False)
+            sealed = _read_rows(db, self.path, whole=False) if rows is None else rows
             db.execute("DELETE FROM releases")
-            before = ""
-            for when, entry, _ in sealed:
+            before, changed = "", 0
+            for when, entry, old in sealed:
                 before = _insert(db, entry, before, when)
-            return sum(old != new for (*_, old), (*_, new) in zip(sealed, _read_rows(db, self.path), strict=True))
+                changed += before != old
+            return changed
+
+    def readable_rows(self) -> tuple[list[Sealed], int | None]:
+        """Return the rows of a damaged file that can be read, and how many cannot: None if that is unknown.
+
+        Whatever else the file holds is left out. Raises RefusedError only if the file cannot be read at present.
+        """
+        found, whole = dict[int, Sealed | None](), True
+        for order in ("ASC", "DESC"):  # from both ends, each up to a damaged page
+            try:
+                with self._connect(whole=False) as db:
+                    for rowid, row in _rows(db, order):
+                        found[rowid] = _checked_row(row)
+            except RefusedError as error:
+                if _is_of_machine(error.__context__):
+                    raise
+                whole = False
+        rows = [found[rowid] for rowid in sorted(found)]
+        kept = [row for row in rows if row is not None]
+        return kept, len(rows) - len(kept) if whole else None
 
     def _sealed_rows(self) -> list[Sealed]:
         if not self.path.is_file():
@@ -143,44 +165,58 @@ class Ledger:
             db.execute("COMMIT")
 
     @contextmanager
-    def _connect(self) -> Iterator[sqlite3.Connection]:
-        """Open the file. Raises RefusedError for any error of SQLite, because nothing may leave without a ledger."""
+    def _connect(self, whole: bool = True) -> Iterator[sqlite3.Connection]:
+        """Open the file. Raises RefusedError for any error of SQLite, because nothing may leave without a ledger.
+
+        `whole`: see _check_plain.
+        """
         try:
             with closing(sqlite3.connect(self.path, timeout=60, isolation_level=None)) as db:
-                _check_plain(db, self.path)  # before any statement that reads the definitions in the file
+                db.text_factory = _text_or_bytes
+                _check_plain(db, self.path, whole)  # before any statement that reads the definitions in the file
                 # A committed row survives a power cut. With FULL, the default, it could be rolled back, because the deletion of
                 # the journal is not flushed.
                 db.execute("PRAGMA synchronous = EXTRA")
                 yield db
         except sqlite3.Error as error:
-            remedy = "make room, or end the program that uses it" if _is_of_machine(error) else "restore it"
+            remedy = "make room, or end the program that uses it" if _is_of_machine(error) else _REMEDY
             raise RefusedError(
                 f"{self.path}: the privacy ledger cannot be used ({error}); nothing was sent; {remedy}", Reason.LEDGER
             ) from None
+
+
+def _text_or_bytes(raw: bytes) -> str | bytes:
+    """Return a text cell; as bytes, which no row may hold, if it is no text."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return raw
 
 
 def _is_of_machine(error: BaseException | None) -> bool:
     return isinstance(error, OSError) or str(getattr(error, "sqlite_errorname", "")).startswith(_MACHINE)
 
 
-def _check_plain(db: sqlite3.Connection, path: Path) -> None:
+def _check_plain(db: sqlite3.Connection, path: Path, whole: bool) -> None:
     """Raise RefusedError unless the file is empty or holds the ledger's one plain table; limit the time and memory of reading.
 
     The file may come from a stranger, for example in an archive of evidence. A view or a computed column would run its author's
-    expressions when it is read.
+    expressions when it is read. Without `whole`, to read only the table, plain columns and other tables may be there too.
     """
     for limit in (sqlite3.SQLITE_LIMIT_LENGTH, sqlite3.SQLITE_LIMIT_SQL_LENGTH):
         db.setlimit(limit, _LONGEST)
     left = iter(range((_STEPS + 4 * path.stat().st_size) // _STEP))
     db.set_progress_handler(lambda: next(left, None) is None, _STEP)  # pages of a damaged file may form a cycle
     db.execute("PRAGMA trusted_schema = OFF")
-    found = [sql for (sql,) in db.execute("SELECT sql FROM sqlite_master LIMIT 2")]
+    which = "" if whole else "WHERE name = 'releases' COLLATE NOCASE "
+    found = [sql for (sql,) in db.execute(f"SELECT sql FROM sqlite_master {which}LIMIT 2")]
     columns = db.execute("PRAGMA table_xinfo(releases)").fetchall()
     plain = len(found) == 1 and str(found[0]).startswith("CREATE TABLE releases") and found[0].count("(") == 1
-    if found and not (plain and all(name in {"time", *COLUMNS, "seal"} and not hidden for _, name, *_, hidden in columns)):
+    known = {"time", *COLUMNS, "seal"}
+    if found and not (plain and all((name in known or not whole) and not hidden for _, name, *_, hidden in columns)):
         raise RefusedError(
             f"{path}: the privacy ledger cannot be used (it holds something other than its one table, releases); "
-            "nothing was sent; restore it",
+            f"nothing was sent; {_REMEDY}",
             Reason.LEDGER,
         )
 
@@ -190,28 +226,39 @@ def _read_rows(db: sqlite3.Connection, path: Path, whole: bool = True) -> list[S
     found, before = [], ""
     if not path.stat().st_size:
         return []  # the file is created before its table; seals in the records reveal lost rows
-    known = _columns(db)
-    columns = [name for name in COLUMNS if name != LATER or LATER in known]
-    rows = db.execute(f"SELECT time, {', '.join(columns)}, seal FROM releases ORDER BY rowid")
-    for number, (when, *values, seal) in enumerate(rows, start=1):
-        row = dict(zip(columns, values, strict=True))
-        right = all(isinstance(value, int | float if name in _NUMBERS else str) for name, value in row.items())
-        right = right and isinstance(when, float) and row["unit"] in UNITS and 0 <= row["noise_multiplier"] <= 1e100
-        if not right or row["count"] < 0 or not 0 <= row["sample_rate"] <= 1:  # no row lowers the cost
+    for number, (_, row) in enumerate(_rows(db), start=1):
+        if (sealed := _checked_row(row)) is None:
             raise RefusedError(
-                f"{path}: row {number} of the privacy ledger is none of this version; nothing was sent", Reason.LEDGER
+                f"{path}: row {number} of the privacy ledger is none of this version; nothing was sent; {_REMEDY}",
+                Reason.LEDGER,
             )
-        # also a row with a cell of another type, such as 4.0 for 4: it is altered, and `accept` keeps it
-        entry = Entry(**row | {"private": bool(row["private"])})
+        when, entry, seal = sealed
         before = _row_seal(before, when, entry)
         if whole and seal != before:
             raise RefusedError(
-                f"{path}: row {number} of the privacy ledger was altered; nothing was sent; restore the file from a backup, or "
-                "look at it and run `consilium privacy accept`",
-                Reason.LEDGER,
+                f"{path}: row {number} of the privacy ledger was altered; nothing was sent; {_REMEDY}", Reason.LEDGER
             )
-        found.append((when, entry, seal))
+        found.append(sealed)
     return found
+
+
+def _rows(db: sqlite3.Connection, order: str = "ASC") -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield SQLite's number of each row, and the unchecked row by column."""
+    known = _columns(db)
+    columns = ["time", *(name for name in COLUMNS if name != LATER or LATER in known), "seal"]
+    for rowid, *values in db.execute(f"SELECT rowid, {', '.join(columns)} FROM releases ORDER BY rowid {order}"):
+        yield rowid, dict(zip(columns, values, strict=True))
+
+
+def _checked_row(row: dict[str, Any]) -> Sealed | None:
+    """Return time, row and seal; None for a row that this version does not write."""
+    when, seal = row.pop("time"), row.pop("seal")
+    right = all(isinstance(value, int | float if name in _NUMBERS else str) for name, value in row.items())
+    right = right and isinstance(when, float) and row["unit"] in UNITS and 0 <= row["noise_multiplier"] <= 1e100
+    if not right or row["count"] < 0 or not 0 <= row["sample_rate"] <= 1:  # no row lowers the cost
+        return None
+    # also a row with a cell of another type, such as 4.0 for 4: it is altered, and `accept` keeps it
+    return when, Entry(**row | {"private": bool(row["private"])}), seal
 
 
 def _columns(db: sqlite3.Connection) -> set[str]:
@@ -342,7 +389,7 @@ def accept(records: Path, ledger: Ledger, reason: str, received_seals: Collectio
     """Accept both ledgers with their present rows, put that on record in `records`/audit.jsonl, and return the record's values.
 
     `received_seals`: seals that the server has received and that no record here names; their loss is accepted too. The former
-    files are kept under other names. A file that is not a ledger is replaced by an empty ledger.
+    files are kept under other names. A ledger that cannot be used is replaced by one with its readable rows.
     """
     stamp = f"{time.strftime('%Y%m%d-%H%M%SZ', time.gmtime())}-{time.time_ns() % 10**9:09}"  # a suffix for former files
     copy, aside = ledger.path.with_name(f"{ledger.path.name}.{stamp}"), []
@@ -353,19 +400,23 @@ def accept(records: Path, ledger: Ledger, reason: str, received_seals: Collectio
             aside.append(str(path.rename(path.with_name(f"{FILE}.{stamp}"))))
     if ledger.path.is_file():
         shutil.copy2(ledger.path, copy)
+    rows_lost: int | None = 0
     try:
         changed = ledger.reseal()
     except RefusedError as error:
         if _is_of_machine(error.__context__):
             raise  # it may be a valid ledger: a job is writing to it, the disk is full, or this user may not write it
-        ledger.path.unlink(missing_ok=True)
-        changed = ledger.reseal()
+        rows, rows_lost = ledger.readable_rows()
+        new = Ledger(copy.with_name(f"{copy.name}.new"))
+        changed = new.reseal(rows)
+        new.path.replace(ledger.path)  # no job has written meanwhile: none can use the former file
     lost = sorted({seal for _, seal in _lost_seals(records, ledger)} | (set(received_seals) - {*ledger.seals()}))
     said = {
         "kind": ACCEPTANCE,
         "by": local_user(),
         "reason": reason,
         "rows": len(ledger.seals()),
+        "rows_lost": rows_lost,
         "lost": lost,
         "rows_with_new_seals": changed,
         "kept": str(copy) if copy.is_file() else None,

@@ -19,7 +19,7 @@ from consilium.client.site_data import load_site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig, check_simulated_plugins
 from consilium.core.child_process import ChildProcess, exit_with_parent, receive, send_by_value
-from consilium.core.errors import ConsiliumError
+from consilium.core.errors import ConsiliumError, Reason
 from consilium.core.messages import Hello, Kind, Observer, Payload, Tensors, loading_event
 from consilium.core.schema import validate
 from consilium.federation.job_assembly import Job, build_model
@@ -44,10 +44,21 @@ class SimulatedSite:
         return partial(self.ask, kind, run, message)
 
     def ask(self, kind: Kind, run: str, message: Payload | Message | None = None) -> Any:
-        """Return the site's answer after its guard. `message`: a payload, or a message of secure aggregation."""
+        """Return the site's answer after its guard. `message`: a payload, or a message of secure aggregation.
+
+        As in a federation, the guard records a refusal, and in a private job stores and charges it. See Guard.refuse.
+        """
         payload = message if message is None or isinstance(message, Payload) else Payload(-1, -1, {}, masking=message)
-        task = self.guard.authorize(kind, run, payload)
-        answer = self.guard.answer(task, perform(task, lambda: self.site))
+        try:
+            task = self.guard.authorize(kind, run, payload)
+            answer = self.guard.answer(task, perform(task, lambda: self.site))
+        except ConsiliumError as error:
+            reply = self.guard.refuse(error.reason)
+            if isinstance(reply, Reason):
+                error.reason = reply
+                raise
+            self.guard.observer({"event": "warning", "text": f"{self.guard.name}: {error}"})
+            _, answer = reply
         # the pooled site uses the guard of one of its sites, so the name is replaced
         return Hello(**answer | {"name": self.site.name}) if kind is Kind.HELLO else answer
 

@@ -16,7 +16,7 @@ from nvflare.apis.signal import Signal
 
 from consilium.client.build import build_site
 from consilium.config.site import SiteConfig
-from consilium.core.errors import CheckpointError, DataError, Reason, RefusedError
+from consilium.core.errors import CheckpointError, ConsiliumError, DataError, Reason, RefusedError
 from consilium.core.messages import Kind, Payload
 from consilium.core.storage import digest, load_state, save_state
 from consilium.flare.job import wire
@@ -210,6 +210,21 @@ def test_a_paid_round_is_repeated_in_one_process_too(client: MakeClient, tmp_pat
     with patch(SPEND, side_effect=OVER), suppress(RefusedError):
         member.ask(Kind.TRAIN, "run-1", site.broadcast(1))
     assert digest(member.ask(Kind.TRAIN, "run-1", site.broadcast(0)).tensors) == first
+
+
+def test_a_failure_is_paid_and_stays_in_one_process_too(client: MakeClient, tmp_path: Path) -> None:
+    """It cost nothing, was on no record, and a resumed simulation trained again."""
+    site = client(SITE_LEVEL)
+    for trainer, what in ((Failing(site.job), "diverged"), (site.trainer, "has failed here before, and that answer stays")):
+        with pytest.raises(ConsiliumError, match=what) as error:
+            SimulatedSite(trainer, site.guard).ask(Kind.TRAIN, "run-1", site.broadcast(0))
+        assert error.value.reason is Reason.TRAINING
+    (row,) = site.guard.ledger.entries()
+    assert (row.round, row.count) == (0, 1)
+    (record,) = tmp_path.rglob("audit.jsonl")
+    assert [json.loads(line).get("reason") for line in record.read_text().splitlines()] == ["training", "training"]
+    with patch.object(site.trainer, "evaluate", side_effect=CheckpointError("cannot")):  # no reason leaves
+        assert SimulatedSite(site.trainer, site.guard).ask(Kind.EVALUATE, "run-1", site.broadcast(2)).metrics == {}
 
 
 @pytest.mark.parametrize("paid", [True, False], ids=["paid", "waiting"])

@@ -96,6 +96,51 @@ def test_an_administrator_goes_on_and_that_is_on_record(harm: Callable[[Path], N
     assert (Path(said["kept"]).read_bytes() if left is not None else None) == left
 
 
+BAD_ROW = "  1 row cannot be read and no longer counts: lower `privacy.budgets` in site.yaml by what it cost"
+
+
+@pytest.mark.parametrize(
+    ("harm", "kept", "told"),
+    [
+        ("UPDATE releases SET job = x'00ff' WHERE round = 1", [0, 2], [BAD_ROW]),
+        ("UPDATE releases SET dataset = CAST(x'ff41' AS TEXT) WHERE round = 1", [0, 2], [BAD_ROW]),
+        ("UPDATE releases SET noise_multiplier = 1e200 WHERE round = 2", [0, 1], [BAD_ROW]),
+        ("ANALYZE", [0, 1, 2], []),
+        ("CREATE TRIGGER t AFTER INSERT ON releases BEGIN DELETE FROM releases; END", [0, 1, 2], []),
+        ("ALTER TABLE releases ADD COLUMN later", [0, 1, 2], []),
+    ],
+)
+def test_an_acceptance_keeps_what_can_be_read_and_says_what_cannot(
+    harm: str, kept: list[int], told: list[str], ledger: Ledger, tmp_path: Path
+) -> None:
+    """One bad cell, or a table that SQLite's ANALYZE adds, emptied the ledger: every data set had spent nothing."""
+    _run(ledger.path, harm)
+    with pytest.raises(RefusedError, match="`consilium privacy accept`"):
+        Ledger(ledger.path).entries()
+    (tmp_path / "site.yaml").write_text(f"state: {tmp_path}\n")
+    command = ["privacy", "accept", str(tmp_path / "site.yaml"), "--reason", "disk failed"]
+    first, *more = CliRunner().invoke(app, command, catch_exceptions=False).stdout.splitlines()
+    assert f"accepted with {len(kept)} rows" in first
+    assert more == told
+    assert [row.round for row in Ledger(ledger.path).entries()] == kept
+    recovery.check_no_lost_rows(tmp_path, Ledger(ledger.path))
+    assert Ledger(ledger.path).charge_once(replace(ONE, round=3), {})
+    assert not list(tmp_path.glob("*.new"))
+
+
+def test_of_a_file_with_a_damaged_page_the_rows_of_the_others_stay(ledger: Ledger, tmp_path: Path) -> None:
+    for round in range(3, 100):
+        ledger.charge_once(replace(ONE, round=round), {})
+    content = ledger.path.read_bytes()
+    ledger.path.write_bytes(content[: 3 * 4096] + bytes(4096) + content[4 * 4096 :])
+    said = recovery.accept(tmp_path, Ledger(ledger.path), "disk failed")
+    rounds = [row.round for row in Ledger(ledger.path).entries()]
+    assert rounds == sorted({*rounds})
+    assert 60 < len(rounds) < 100  # a page has fewer than 40
+    assert (rounds[0], rounds[-1]) == (0, 99)
+    assert (said["rows"], said["rows_lost"]) == (len(rounds), None)
+
+
 def test_an_acceptance_forgives_what_was_lost_and_nothing_later(ledger: Ledger, tmp_path: Path) -> None:
     lose(ledger.path)
     ledger = Ledger(ledger.path)  # a new process

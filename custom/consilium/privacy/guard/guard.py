@@ -179,7 +179,7 @@ class Guard:
         if task.kind is Kind.MASKS:
             self._mark_answered(task, Kind.MASKS)
             assert self.masking is not None  # otherwise the job has no such task
-            return self.masking.answer(task)
+            return self.masking.answer(task, self.config.weight(self.shown_samples))
         leave: dict[Kind, Callable[[AuthorizedTask, Any], Any]] = {
             Kind.HELLO: self.release_hello,
             Kind.STATISTICS: self.release_statistics,

@@ -15,7 +15,7 @@ from consilium.privacy.guard.task_schedule import AuthorizedTask
 from consilium.privacy.plan import DEVIATIONS, Plan
 from consilium.privacy.secagg.arithmetic import UNIT, layout, quantize
 from consilium.privacy.secagg.certificates import Identity
-from consilium.privacy.secagg.client import FILE, SecAggClient, SiteRecord
+from consilium.privacy.secagg.client import FILE, SecAggClient, SiteRecord, check_weight
 from consilium.privacy.secagg.server import MASKED
 from consilium.privacy.secagg.sum_ledger import SumLedger, check_and_count_lines
 from consilium.privacy.secagg.terms import Message, read_attempt
@@ -63,14 +63,17 @@ class Masking:
                 Reason.POLICY,
             )
 
-    def answer(self, task: AuthorizedTask) -> Message:
+    def answer(self, task: AuthorizedTask, weight: int) -> Message:
         """Return the answer to a question about masks: keys, sealed shares, signatures, or the shares that open a sum.
 
+        `weight`: of this site. Too large a weight is refused before any site trains: without noise all must prepare a sum.
         Raises RefusedError, puts that on record, and then nothing may be sent.
         """
         question = task.payload.masking
         step = str(question.get("step"))[:40]
         try:
+            if step == "prepare":
+                check_weight(weight, self.trail.config)
             reply = self._open_party(task.run).answer(question)
         except RefusedError as refusal:
             self.trail.note("refusal", again=True, step=step, what=str(refusal))

@@ -307,13 +307,10 @@ class SecAggClient:
 
     def _largest_units(self, values: Mapping[str, Any], weight: int) -> int:
         """Return the largest number, in units, that this site may send. Raises RefusedError for a weight out of range."""
-        section, most = self.config.secure_aggregation, self.config.max_masked_weight
+        section = self.config.secure_aggregation
         assert section is not None  # terms_of has checked it
-        if not 0 < weight <= most:
-            raise refusal_error(
-                f"a weight of {weight} where sums have room for 1 to {most}; set federation.max_weight", Reason.JOB
-            )
-        return arithmetic.largest_value(section.bound, len(values["roster"]), most)
+        check_weight(weight, self.config)
+        return arithmetic.largest_value(section.bound, len(values["roster"]), self.config.max_masked_weight)
 
     # after training ----------------------------------------------------------------------------------------------------
 
@@ -356,6 +353,12 @@ class SecAggClient:
         return self.record.answer_once(
             attempt, "cancel", question, lambda: {"signature": sign(self.identity.key, "cancel", context)}
         )
+
+
+def check_weight(weight: int, config: JobConfig) -> None:
+    """Raise RefusedError for a weight that a masked sum of the job has no room for."""
+    if not 0 < weight <= (most := config.max_masked_weight):
+        raise refusal_error(f"a weight of {weight} where sums have room for 1 to {most}; set federation.max_weight", Reason.JOB)
 
 
 def _last_place(values: Mapping[str, Any]) -> Place | None:
