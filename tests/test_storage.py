@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from safetensors.torch import save_file
 
 from consilium.core.errors import CheckpointError
 from consilium.core.storage import (
+    copy_tree,
     digest,
     file_hash,
     file_lock,
@@ -157,3 +159,24 @@ def test_a_full_disk_leaves_no_half_file(tmp_path: Path) -> None:
     with pytest.raises(SafetensorError, match="header"), name_path_in_errors(tmp_path):
         deserialize(b"")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"old")]
+
+
+def test_a_failed_copy_says_which_file_and_why(tmp_path: Path) -> None:
+    """shutil's own error has neither a number nor a name."""
+
+    def full(origin: str, copy: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), origin, None, copy)
+
+    for name in ("link", "pipe", "file"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link/a").symlink_to(tmp_path / "gone")
+    os.mkfifo(tmp_path / "pipe/a")
+    (tmp_path / "file/a").touch()
+    for name, options, number, says in (
+        ("link", {}, errno.ENOENT, f"No such file or directory: '{tmp_path / 'link/a'}'"),
+        ("pipe", {}, errno.EINVAL, f"is a named pipe: '{tmp_path / 'pipe/a'}'"),
+        ("file", {"copy_function": full}, errno.ENOSPC, f"No space left on device: '{tmp_path / 'copy-file/a'}'"),
+    ):
+        with pytest.raises(OSError, match=re.escape(says)) as failed:
+            copy_tree(tmp_path / name, tmp_path / f"copy-{name}", **options)
+        assert failed.value.errno == number

@@ -121,6 +121,29 @@ def test_a_ledger_is_read_by_file_folder_or_site(tmp_path: Path) -> None:
     assert "round 1 phase 0" in text
 
 
+def test_a_kits_site_yaml_is_of_its_kit_however_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From inside KIT/local, and by a link, the whole budget seemed to be left."""
+    kit, central = tmp_path / "kit", tmp_path / "central.yaml"
+    for name in ("startup", "local/custom"):
+        (kit / name).mkdir(parents=True)
+    (kit / "local/site.yaml").write_text("privacy: {budgets: {site: {epsilon: 3}}}")
+    Ledger(kit / "_consilium/ledger.sqlite").charge_once(ONE, {})
+    (tmp_path / "link.yaml").symlink_to(kit / "local/site.yaml")
+    for folder, where in (
+        ("local", "site.yaml"),
+        ("local/custom", "../site.yaml"),
+        ("", "local/site.yaml"),
+        ("", "."),
+        ("", str(tmp_path / "link.yaml")),
+    ):
+        monkeypatch.chdir(kit / folder)
+        assert "ward-7: 1 release, of job;" in call("privacy", "ledger", where), (folder, where)
+    (kit / "local/site.yaml").rename(central)
+    (kit / "local/site.yaml").symlink_to(central)  # the site does not look beside its target
+    monkeypatch.chdir(kit / "local")
+    assert "ward-7: 1 release, of job;" in call("privacy", "ledger", "site.yaml")
+
+
 def test_releases_are_charged_phases_and_no_steps(tmp_path: Path) -> None:
     """DP-SGD writes a row with its steps before training, and one without steps with the release. A budget may be overspent."""
     step = replace(ONE, unit="record", noise_multiplier=1.1, sample_rate=0.1, count=20, mechanism=DISCRETE)

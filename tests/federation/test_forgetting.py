@@ -256,6 +256,17 @@ def test_the_server_forgets_a_run_and_flares_copies_of_its_jobs_and_that_is_on_r
     assert len(before - files(tmp_path)) == 4
 
 
+def test_runs_expire_at_the_server_whatever_state_its_site_yaml_names(
+    server: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`state` is a site's. The server always writes into its kit."""
+    (server / "local/site.yaml").write_text(f"state: {tmp_path / 'elsewhere'}\nretention_days: 30\n")
+    for path in (server / STATE / "runs/fundus-3").rglob("*"):
+        os.utime(path, (0, 0))
+    assert run(monkeypatch, "forget", "--expired", "--kit", server, "--format", "json") == 0
+    assert [one["run"] for one in json.loads(capsys.readouterr().out)] == ["fundus-3"]
+
+
 def test_what_a_killed_server_left_of_a_job_goes_too(server: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FLARE deletes a job's folder in the kit at the job's end, which a job without a process does not reach."""
     for job in (JOB, OTHER):

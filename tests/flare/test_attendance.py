@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import pytest
 import yaml
 from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_context import FLContext
 
 from consilium import __version__
 from consilium.cli.sites import describe_health, site_rows
@@ -23,7 +24,7 @@ from consilium.core.messages import PROTOCOL
 from consilium.federation.run_folders import ATTENDANCE, STATE
 from consilium.flare.kit import heartbeat_client, heartbeat_server
 from consilium.flare.kit.connection_refusals import Cause
-from consilium.flare.kit.heartbeat_client import DATA_PERIOD, STEP, HealthReport, gpu_memory, own_facts, valid_facts
+from consilium.flare.kit.heartbeat_client import DATA_PERIOD, KEY, STEP, HealthReport, gpu_memory, own_facts, valid_facts
 from consilium.flare.kit.local_folder import COMPONENTS, missing_components, update_local
 from consilium.flare.kit.provision import provision
 from consilium.privacy.audit_log import FILE, AuditLog
@@ -299,6 +300,25 @@ def beat(kit: Path, *events: str) -> None:
     component = heartbeat_server.Attendance()
     for event in (EventType.SYSTEM_BOOTSTRAP, *(events or [EventType.CLIENT_HEARTBEAT_PROCESSED])):
         component.handle_event(event, fl_ctx)
+
+
+def test_a_rejected_copy_of_a_kit_changes_nothing_that_is_known_of_the_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLARE keeps the first copy's connection, and the second's heartbeats counted as the site's."""
+    unwrapped(monkeypatch)
+    component, manager = heartbeat_server.Attendance(), heartbeat_server.ClientManager()
+
+    def send(token: str, version: str) -> None:
+        fl_ctx, peer = FLContext(), FLContext()
+        peer.set_prop(KEY, facts(version=version))
+        fl_ctx.set_peer_context(peer)
+        manager.heartbeat(token, "clinic", "clinic", fl_ctx)
+
+    send("first", "0.3.0")
+    before = component._status_facts()["sites"]["clinic"]
+    send("second", "0.3.1")
+    assert component._status_facts()["sites"]["clinic"] == before
+    send("first", "0.3.2")
+    assert component._status_facts()["sites"]["clinic"]["version"] == "0.3.2"
 
 
 def test_list_is_written_while_no_site_connects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

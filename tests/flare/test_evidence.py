@@ -30,6 +30,7 @@ from consilium.privacy.accounting import DISCRETE
 from consilium.privacy.audit_log import FILE, AuditLog
 from consilium.privacy.ledger import Entry, Ledger
 from tests.conftest import run
+from tests.flare.test_certificates import set_clock
 from tests.privacy.test_ledger import old_ledger
 
 ROW = Entry(
@@ -281,6 +282,42 @@ def test_altered_record_is_signed_as_altered(
     assert run(monkeypatch, "evidence", tmp_path / "e.zip", "--verify", "--fingerprint", root) == 1
     assert run(monkeypatch, "evidence", "fundus-1", "--kit", kit, "-o", tmp_path / "e.zip") == 2
     assert "evidence is never replaced" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("ledger.sqlite", b"no ledger" * 200, "the privacy ledger cannot be read (file is not a database); restore it"),
+        (FILE, b"\xff\n", "cannot be read as a record (it is no text); restore it"),
+        (FILE, b'{"time": 1.0, "kind": "update", "previous": "", "scalars": [1]}\n', "a message in it has not the form"),
+    ],
+)
+def test_damaged_ledger_or_record_is_one_line(
+    file: str,
+    content: bytes,
+    says: str,
+    clinic: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    kit = Path(shutil.copytree(clinic, tmp_path / "clinic", symlinks=True))
+    (path,) = (kit / STATE).rglob(file)
+    path.write_bytes(content)
+    assert run(monkeypatch, "evidence", "fundus-1", "--kit", kit, "-o", tmp_path / "e.zip") == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"{path}: {says}")
+    assert not (tmp_path / "e.zip").exists()
+
+
+def test_a_kit_whose_certificate_has_ended_makes_no_evidence(
+    clinic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The archive was written, and no verifier would have accepted it."""
+    set_clock(monkeypatch, load_crt(clinic / "startup/client.crt").not_valid_after_utc + timedelta(minutes=5))
+    assert run(monkeypatch, "evidence", "fundus-1", "--kit", clinic, "-o", tmp_path / "e.zip") == 2
+    assert "set the clock, or ask the hub for a renewed kit" in capsys.readouterr().err
+    assert not (tmp_path / "e.zip").exists()
 
 
 def test_verify_needs_an_independent_root(

@@ -22,7 +22,9 @@ from consilium.flare.admin.kit_metrics import HELP, collect_metrics
 from consilium.flare.kit import connection_refusals
 from consilium.flare.kit.heartbeat_client import own_facts
 from consilium.flare.kit.provision import provision
+from consilium.privacy.accounting import Entry
 from consilium.privacy.audit_log import FILE, AuditLog
+from consilium.privacy.ledger import Ledger
 from consilium.report.prometheus_text import Sample, exposition_text
 from consilium.report.run_files import LOCK, RunLog, has_process
 from tests.conftest import run, small_config
@@ -92,6 +94,12 @@ def test_server_metrics(server: Path) -> None:
     assert found['consilium_run_refusals_total{run="fundus-1",site="b"}'] == 1
     assert found['consilium_run_site_last_seen_timestamp_seconds{run="fundus-1",site="a"}'] == 1_000_013
     assert found['consilium_certificate_days_left{of="root"}'] == 359
+
+
+def test_a_servers_runs_are_in_its_kit_whatever_site_yaml_says(server: Path, tmp_path: Path) -> None:
+    """`state` is a site's. The server always writes into its kit."""
+    (server / "local/site.yaml").write_text(f"state: {tmp_path / 'elsewhere'}\n")
+    assert numbers(server)['consilium_run_round{run="fundus-1"}'] == 2
 
 
 def states(found: dict[str, float]) -> dict[str, float]:
@@ -209,6 +217,24 @@ def test_site_metrics(site: Path) -> None:
     (site / STATE / "ledger.sqlite").write_text("no ledger")
     found = numbers(site)
     assert found['consilium_record_intact{run="fundus-1"}'] == found["consilium_ledger_intact"] == 0
+
+
+def test_every_data_set_has_its_budget_before_its_first_release(site: Path) -> None:
+    """Those without a release were missing as soon as another had one."""
+    sets = {"a": {"datalist": "a.json"}, "b": {"datalist": "b.json"}, "c": {"datalist": "c.json", "patients": "ward"}}
+    for name in "abc":
+        (site / "local" / f"{name}.json").write_text("{}")
+    policy = {"datasets": sets, "privacy": {"budgets": {"site": {"epsilon": 5}}}}
+    (site / "local/site.yaml").write_text(yaml.safe_dump(policy))
+    for round in (0, 1):
+        row = Entry("a", "site", "zero-out", "local", "job", "run-1", round, 0, 20.0, 1.0, 1, 0.3)
+        Ledger(site / STATE / "ledger.sqlite").charge_once(row, {})
+    left = {name: value for name, value in numbers(site).items() if "epsilon_left" in name}
+    assert left == {
+        'consilium_epsilon_left{dataset="a",unit="site"}': pytest.approx(5 - 0.2335, abs=1e-4),
+        'consilium_epsilon_left{dataset="b",unit="site"}': 5,
+        'consilium_epsilon_left{dataset="ward",unit="site"}': 5,
+    }
 
 
 def test_labels_are_escaped() -> None:

@@ -273,7 +273,7 @@ NOTES = {"job_id": "1-id", "name": "study", "experiment": "study-1", "submit_tim
 def test_running_experiment_is_not_resumed() -> None:
     admin = Admin(Session([NOTES], []))
     with pytest.raises(ConfigError, match="job 1-id is still running"):
-        admin.former_sites("study-1")
+        admin.former_plan("study-1")
     with pytest.raises(ConfigError, match="no such job or experiment"):
         admin.find_job("study-2")
 

@@ -72,12 +72,12 @@ def submitted(folder: Path, job_id: str, experiment: str | None) -> None:
 
 def test_job_is_found_by_its_file(tmp_path: Path) -> None:
     deployed = ["server: OK", "site-1: OK", "site-2: OK", "site-3: no GPU"]
-    jobs = [job(0, job_deploy_detail=deployed), job(1), job(2, experiment="other")]
+    jobs = [job(0, job_deploy_detail=deployed, rounds=50), job(1), job(2, experiment="other")]
     submitted(tmp_path, "0-id", "same")
     submitted(tmp_path, "1-id", None)
     admin = Admin(Session(jobs, tmp_path))
     assert admin.find_job("same")["job_id"] == "0-id"
-    assert admin.former_sites("same") == {"site-1", "site-2"}
+    assert admin.former_plan("same") == ({"site-1", "site-2"}, 50)
     assert admin.find_job("other")["job_id"] == "2-id"
     with pytest.raises(ConfigError, match="no such job or experiment"):
         admin.find_job("neither")
@@ -229,6 +229,18 @@ def test_lost_job_is_neither_aborted_nor_downloaded(
         assert "ward: is LOST: its server process is gone; `consilium resume ward --kit KIT`" in said
     admin.session.listed[0]["status"] = "FINISHED:COMPLETED"
     assert admin.find_present_job("ward")["job_id"] == "0-id"
+
+
+def test_a_job_is_not_downloaded_into_its_former_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FLARE moves the second result into the folder of the first, and the third ended in a traceback."""
+    held = Session([job(0, experiment="ward", status="FINISHED:COMPLETED")], tmp_path)
+    monkeypatch.setattr("consilium.cli.jobs.connect", lambda kit: nullcontext(Admin(held)))
+    (tmp_path / "out/0-id").mkdir(parents=True)
+    assert run(monkeypatch, "download", "ward", tmp_path / "out", "--kit", tmp_path) == 2
+    assert f"{tmp_path / 'out/0-id'}: exists; remove it, or give another folder" in capsys.readouterr().err
+    assert held.downloads == []
 
 
 @pytest.mark.parametrize(

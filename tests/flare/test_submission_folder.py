@@ -3,7 +3,9 @@
 import json
 import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -13,7 +15,7 @@ from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.flare.admin.session import connect
 from consilium.flare.admin.submission_folder import delete_on_failure, prepare, prepare_resume
 from consilium.flare.job.recipe import export
-from tests.conftest import JOBS
+from tests.conftest import JOBS, run
 
 
 def test_submission_copies_the_job(tmp_path: Path) -> None:
@@ -59,14 +61,34 @@ def test_refused_submission_leaves_nothing(overrides: dict, name: str, reason: s
 
 
 def test_resume_sets_one_argument(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not submitted from this kit"):
-        prepare_resume("study", tmp_path, None)
+    with pytest.raises(ConfigError, match="not submitted from this kit"), prepare_resume("study", tmp_path, None, {}):
+        pass
     first = yaml.safe_load((prepare(JOBS / "quickstart", {}, "study", tmp_path) / "app/config/job.yaml").read_text())
     for job in (None, JOBS / "quickstart"):
-        folder = prepare_resume("study", tmp_path, job)
+        with prepare_resume("study", tmp_path, job, {}) as sent:
+            assert sent.name == "study"  # FLARE shows it as the job's folder
+        folder = tmp_path / "study"
         server = json.loads((folder / "app/config/config_fed_server.json").read_text())
         assert [w["args"] for w in server["workflows"]] == [{"resume": True}]
         assert yaml.safe_load((folder / "app/config/job.yaml").read_text()) == first
+        assert [p.name for p in tmp_path.iterdir()] == ["study"]
+
+
+def test_resume_takes_settings_and_loses_no_rounds_in_silence(tmp_path: Path) -> None:
+    """A job that was submitted with --set training.rounds=50 ended after the rounds of its job.yaml."""
+    job, given = JOBS / "quickstart", load_job(JOBS / "quickstart").training.rounds
+    says = f"training.rounds: {given}: study was submitted with 50 before; give --set training.rounds=50"
+    with pytest.raises(ConfigError, match=says), prepare_resume("study", tmp_path, job, {}, 50):
+        pass
+    assert not list(tmp_path.iterdir())
+    for rounds in (50, given - 1):  # fewer, if they are named
+        with prepare_resume("study", tmp_path, job, {"training.rounds": rounds}, 50):
+            pass
+        assert load_job(tmp_path / "study").training.rounds == rounds
+        assert json.loads((tmp_path / "study/meta.json").read_text())["rounds"] == rounds
+    with prepare_resume("study", tmp_path, None, {"training.rounds": 60}, given - 1):  # more, from the same kit
+        pass
+    assert load_job(tmp_path / "study").training.rounds == 60
 
 
 def test_folder_without_masks_is_refused(tmp_path: Path) -> None:
@@ -94,9 +116,44 @@ def test_broken_resume_keeps_the_submission(tmp_path: Path) -> None:
     folder = prepare(JOBS / "quickstart", {}, "study", tmp_path)
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     (tmp_path / "broken.yaml").write_text("name: broken\n")
-    with pytest.raises(ConfigError):
-        prepare_resume("study", tmp_path, tmp_path / "broken.yaml")
+    with pytest.raises(ConfigError), prepare_resume("study", tmp_path, tmp_path / "broken.yaml", {}):
+        pass
+    with pytest.raises(KeyboardInterrupt), prepare_resume("study", tmp_path, JOBS / "quickstart", {"training.rounds": 7}):
+        raise KeyboardInterrupt  # while it waits for the sites
+    assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == ["study"]
     assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
+
+
+def test_a_job_folder_that_cannot_be_copied_names_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command ended in a traceback."""
+    job = Path(shutil.copytree(JOBS / "quickstart", tmp_path / "job"))
+    (job / "notes").symlink_to(tmp_path / "gone")
+    admin = Mock(upload_folder=tmp_path / "uploads")
+    monkeypatch.setattr("consilium.cli.submit.connect", lambda kit: nullcontext(admin))
+    assert run(monkeypatch, "submit", job, "--kit", tmp_path) == 2
+    said = capsys.readouterr().err
+    assert said == f"{job / 'notes'}: No such file or directory; check the paths given, their permissions and the disk\n"
+    assert not list((tmp_path / "uploads").iterdir())
+
+
+def test_a_resumed_job_is_sent_with_its_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sent = list[int]()
+
+    def submit(folder: Path) -> str:
+        sent.append(load_job(folder).training.rounds)
+        return "1"
+
+    admin = Mock(upload_folder=tmp_path, submit=submit, former_plan=lambda name: ({"a"}, 50), await_sites=lambda *_: set())
+    monkeypatch.setattr("consilium.cli.submit.connect", lambda kit: nullcontext(admin))
+    words = ["resume", "study", JOBS / "quickstart", "--kit", tmp_path]
+    assert run(monkeypatch, *words) == 2
+    assert "give --set training.rounds=50" in capsys.readouterr().err
+    assert run(monkeypatch, *words, "--set", "training.rounds=50") == 0
+    assert sent == [50]
 
 
 def test_export_names_the_experiment(tmp_path: Path) -> None:

@@ -133,6 +133,23 @@ def test_a_round_that_did_not_validate_all_sites_is_no_point_of_a_curve(tmp_path
     assert (list(drawn.get_xdata()), list(drawn.get_ydata())) == ([0, 2], [0.5, 0.5])  # type: ignore[arg-type]
 
 
+def test_steps_are_of_a_seed_whose_curve_is_drawn(tmp_path: Path) -> None:
+    """The first seed ended early, and a site of it was not validated. Its steps were too few for the other seed's curve."""
+    folders = made(tmp_path, {"fedit": [[0.5, 0.7], [0.5, 0.7]], "ffa_lora": [[0.5, 0.7], [0.5, 0.7]]})
+    for folder, steps in zip(folders, (2, 2, 4, 4), strict=True):
+        lines = [result(site, round, 0.1 * round) for round in range(3) for site in ("s0", "s1")]
+        for line in lines:
+            line["metrics"]["train/steps"] = steps
+        if folder == folders[0]:
+            lines = lines[:2]
+            del lines[1]["metrics"]["validation/global/accuracy"]
+            lines.append({"event": "ended", "phase": 0, "round": 1, "rounds": 3, "validations": 1, "best_round": 0})
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (axis,) = drawing(curves(accuracy(*folders))).figure.axes
+    steps = {str(line.get_label()): list(line.get_xdata()) for line in axis.lines}  # type: ignore[arg-type]
+    assert (steps["fedit"], steps["ffa_lora"]) == ([0, 2, 4], [0, 4, 8])
+
+
 def test_pooled_data_hide_no_curve_of_the_others(tmp_path: Path) -> None:
     """They are validated as one site, which no other run has."""
     folders = made(tmp_path, {"fedit": [[0.5, 0.7]], "centralized": [[0.6, 0.6]]})

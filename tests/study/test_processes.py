@@ -12,8 +12,11 @@ import psutil
 import pytest
 import torch
 
+from consilium.config.site import Given
 from consilium.core.storage import load_state
 from consilium.study.definition import Cell, load
+from consilium.study.preflight import Planner
+from consilium.study.runner import run_study
 from tests.conftest import JOBS
 from tests.study.conftest import MakeStudy
 
@@ -134,6 +137,17 @@ def test_a_worker_that_dies_costs_its_cell_only(study_file: MakeStudy, tmp_path:
     again = start(tmp_path, path, "--workspace", tmp_path / "w")
     again.communicate(timeout=LIMIT)
     assert (again.returncode, (first.folder / "results.json").is_file()) == (0, True)
+
+
+def test_a_base_job_that_was_edited_meanwhile_is_each_later_cells_reason(study_file: MakeStudy, tmp_path: Path) -> None:
+    """They failed with "its process ended (exit code 1)"."""
+    cells = Planner(Given(None), tmp_path).plan(load(study_file(axes=AXES), workspace=tmp_path / "w").cells())
+    job = tmp_path / "base/job.yaml"
+    job.write_text(job.read_text().replace("local_steps: 1", "local_steps: 2"))
+    ended = run_study(cells, 1, lambda *_: None).values()
+    assert [(one.state, one.reason.partition(": ")[2]) for one in ended] == [
+        ("failed", "has changed since the study was read; run its command again")
+    ] * 2
 
 
 def test_a_smoke_by_its_command(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from consilium.cli.options import FormatOption, emit
 from consilium.core.errors import ConfigError
-from consilium.core.storage import clean_up_on_failure
+from consilium.core.storage import clean_up_on_failure, copy_tree
 
 
 def init(
@@ -23,7 +23,7 @@ def init(
         "*.md", "*.png", "__pycache__"
     )  # a clone has these files beside the examples; a wheel does not
     with clean_up_on_failure(folder):
-        shutil.copytree(str(files("consilium") / "examples"), folder, ignore=unwanted, dirs_exist_ok=True)
+        copy_tree(str(files("consilium") / "examples"), folder, ignore=unwanted, dirs_exist_ok=True)
     found = sorted(path.name for path in folder.iterdir())
     text = f"{folder}: {', '.join(found)}. Go there, and run for example: consilium simulate jobs/quickstart_cells"
     emit({"folder": str(folder), "holds": found}, text, format)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from consilium.cli.options import FormatOption, emit
-from consilium.cli.site_records import find_site_records, markdown
+from consilium.cli.site_records import find_site_records, markdown, read_record
 from consilium.core.errors import ConfigError, ConsiliumError, ExitCode, raise_first
 from consilium.core.sanitize import shown
 from consilium.federation import delete_run
@@ -20,7 +20,7 @@ from consilium.flare.kit.certificates import root_key_fingerprint
 from consilium.flare.kit.evidence_archive import ACCEPTED, LEDGER, copy_ledger, pack, verify as verify_archive, verify_chains
 from consilium.flare.kit.kit_reader import kit_name, kit_role
 from consilium.privacy.accounting import VOID
-from consilium.privacy.audit_log import FILE, read_with_epsilon
+from consilium.privacy.audit_log import FILE
 from consilium.privacy.ledger import Ledger, read_accepted_seals
 from consilium.report.audit_tables import privacy_warnings
 from consilium.report.run_files import versions
@@ -131,7 +131,7 @@ def _find_run_folder(experiment: str, state: Path, site: Path | None = None) -> 
 
 
 def evidence_files(experiment: str, kit: Path) -> dict[str, bytes]:
-    """Return the files of the archive, except its signature, by name."""
+    """Return the files of the archive, except its signature, by name. Raises ConfigError if ledger or record is damaged."""
     folder, state, ledger = find_run_paths(experiment, kit)
     records = sorted(path for path in folder.rglob(FILE) if path.is_file() and not path.is_symlink())
     if not records:
@@ -145,8 +145,8 @@ def evidence_files(experiment: str, kit: Path) -> dict[str, bytes]:
     found |= {f"policy-{name}": (kit / "local" / name).read_bytes() for name in POLICIES if (kit / "local" / name).is_file()}
     whole = verify_chains(found)
     intact = "record and ledger are whole" if not whole["record"] and not whole["ledger"] else "ALTERED, see `--verify`"
-    read = [read_with_epsilon(path) | {"file": f"audit-{i + 1}.jsonl"} for i, path in enumerate(records)]
-    words = "\n\n".join(map(markdown, read))
+    read = [read_record(path) for path in records]
+    words = "\n\n".join(markdown(one, f"audit-{i + 1}.jsonl") for i, one in enumerate(read))
     entries = Ledger(ledger).entries() if ledger.is_file() and not whole["ledger"] else []
     warnings = privacy_warnings([message for one in read for message in one["messages"]])
     if void := [entry for entry in entries if entry.is_void]:
@@ -189,6 +189,7 @@ def forget(
         site, root, _ = find_site_records(kit)
         if site.retention_days is None:
             raise ConfigError(f"{kit / 'local' / 'site.yaml'}: retention_days: not set, so no run is past its time; set it")
+        root = kit / STATE if kit_role(kit) == "server" else root  # a server's files are always in its kit
         names = delete_run.expired_runs(root, site.retention_days, _jobs_by_run(kit))
     found, lines, failed = [], [], ExitCode.DONE
     for name in names:

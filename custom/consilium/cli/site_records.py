@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,7 +41,9 @@ def is_site(where: Path) -> bool:
 
 def find_site_records(where: Path) -> SiteRecords:
     """Return the records of the site whose site.yaml or startup kit is `where`. Raises ConfigError."""
-    settings = where / "local" / "site.yaml" if where.is_dir() else where
+    settings = where / "local" / "site.yaml" if where.is_dir() else Path(os.path.abspath(where))
+    if not (settings.parent.parent / "startup").is_dir():  # a link to a kit's file; the site follows no link in its kit
+        settings = settings.resolve()
     site = load_site(settings)
     root = site.state or settings.parent.parent / STATE  # in the kit, beside FLARE's folders of jobs
     return SiteRecords(site, root, site.privacy.ledger_in(root))
@@ -206,37 +209,45 @@ def audit(
         raise ConfigError(f"{where}: no {FILE} there; give the site's site.yaml, its startup kit or a run's folder")
     found, pages = list[dict[str, Any]](), list[str]()
     for path in paths:
-        try:
-            found.append(read_with_epsilon(path))
-        except (OSError, ValueError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is no text"
-            raise ConfigError(f"{path}: cannot be read as a record ({why}); give an audit.jsonl") from None
+        found.append(read_record(path))
         if format == "md":
-            try:
-                pages.append(markdown(found[-1]))
-            except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-                raise ConfigError(
-                    f"{found[-1]['file']}: a message in it has not the form that a guard writes ({type(error).__name__}), so "
-                    "it was altered; look at it with --format json, and compare it with a copy"
-                ) from None
+            pages.append(markdown(found[-1]))
     print(json.dumps(found, indent=1) if format == "json" else "\n\n".join(pages))
     raise typer.Exit(1 if any(one["broken_line"] for one in found) else 0)
 
 
-def markdown(found: dict[str, Any]) -> str:
-    """Return one run's record as a Markdown page."""
-    messages = found["messages"]
-    first = messages[0] if messages else {}
-    site = first.get("site", "this site")
+def read_record(path: Path) -> dict[str, Any]:
+    """Return the result of `read_with_epsilon`. Raises ConfigError if the file cannot be read as a record."""
+    try:
+        return read_with_epsilon(path)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"{path}: cannot be read as a record ({why}); restore it, or give an audit.jsonl") from None
+
+
+def markdown(found: dict[str, Any], name: str = "") -> str:
+    """Return one run's record as a Markdown page. Raises ConfigError for a message that no guard writes.
+
+    `name`: the name of the record on the page, by default its path.
+    """
+    messages, name = found["messages"], name or found["file"]
     # as code, in which nothing needs an escape, so that it can be copied
-    path = f"`{shown(found['file'])}`" if "`" not in found["file"] else markdown_cell(found["file"])
+    path = f"`{shown(name)}`" if "`" not in name else markdown_cell(name)
     damage = f"**altered: line {found['broken_line']} does not follow the one before it**"
     chain = damage if found["broken_line"] else "every line follows"
-    lines = [
-        "# What left " + markdown_cell(f"{site}: {first.get('experiment') or first.get('job')}, run {first.get('run')}"),
-        "",
-        f"- record: {path} ({len(messages)} messages; {chain})",
-        f"- seal: {found['seal']}",
-        *(f"- {markdown_cell(text, 4000)}" for text in privacy_texts(messages)),
-    ]
-    return "\n".join([*lines, "", markdown_of(record_tables(found, "", strict=True))])
+    try:
+        first = messages[0] if messages else {}
+        site = first.get("site", "this site")
+        lines = [
+            "# What left " + markdown_cell(f"{site}: {first.get('experiment') or first.get('job')}, run {first.get('run')}"),
+            "",
+            f"- record: {path} ({len(messages)} messages; {chain})",
+            f"- seal: {found['seal']}",
+            *(f"- {markdown_cell(text, 4000)}" for text in privacy_texts(messages)),
+        ]
+        return "\n".join([*lines, "", markdown_of(record_tables(found, "", strict=True))])
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise ConfigError(
+            f"{found['file']}: a message in it has not the form that a guard writes ({type(error).__name__}), so it was "
+            "altered; look at it with `consilium audit --format json`, and compare it with a copy"
+        ) from None

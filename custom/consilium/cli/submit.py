@@ -1,7 +1,6 @@
 """The commands `consilium export`, `submit` and `resume`: a job for a federation, and its runs there."""
 
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,14 +58,18 @@ def resume(
     job: Annotated[Path | None, typer.Argument(help="the job of the run, if it was not submitted with this kit")] = None,
     *,
     kit: KitOption,
+    override: SetOption = None,
     wait: WaitOption = False,
     format: FormatOption = "txt",
 ) -> None:
-    """Continue an interrupted run from its last finished round. On CPU the result equals an uninterrupted run's to the bit."""
+    """Continue an interrupted run from its last finished round. On CPU the result equals an uninterrupted run's to the bit.
+
+    All settings must be as they were submitted, except training.rounds. Give JOB with the `--set` of its submission.
+    """
+    overrides = dict(parse_override(one) for one in override or [])
     with connect(kit) as admin:
-        sites = admin.former_sites(experiment)
-        folder = prepare_resume(experiment, admin.upload_folder, job)
-        with delete_on_failure(folder) if job else nullcontext():
+        sites, planned = admin.former_plan(experiment)
+        with prepare_resume(experiment, admin.upload_folder, job, overrides, planned) as folder:
             for site in sorted(admin.await_sites(sites, PATIENCE)):
                 said = f"{site} took part before and is not connected: the run is resumed without it"
                 show([rich_line(said, "yellow")], errors=True)

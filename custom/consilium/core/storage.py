@@ -171,6 +171,17 @@ def name_path_in_errors(path: Path) -> Iterator[None]:
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
+def copy_tree(source: Path | str, target: Path, **options: Any) -> Path:
+    """Copy a folder as `shutil.copytree` does, and return the copy. Of its errors the first is raised, with number and path."""
+    try:
+        return Path(shutil.copytree(source, target, **options))
+    except shutil.Error as error:
+        origin, copy, why = error.args[0][0]
+        code = int(found[1]) if (found := re.match(r"\[Errno (\d+)\]", why)) else 0
+        path = origin if str(origin) in why and str(copy) not in why else copy  # a full disk's error may name none
+        raise OSError(code or errno.EINVAL, os.strerror(code) if code else why, str(path)) from None
+
+
 @contextmanager
 def clean_up_on_failure(folder: Path) -> Iterator[None]:
     """Delete everything new in `folder`, and a new `folder` itself, if the block fails. So the block can be repeated.

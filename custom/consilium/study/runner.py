@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -264,14 +265,19 @@ def run_and_report_cell(planned: Planned, pipe: connection.Connection) -> None:
     """Run a cell in a worker process. Output goes to the cell's log; progress and the record go through the pipe."""
     with open_private(log_of(planned.cell.folder), "a") as log:
         redirect(log)
-    pipe.send(run_cell(planned, ProgressReporter(pipe, planned.cell.load().training.rounds)))
+    pipe.send(run_cell(planned, ProgressReporter(pipe, planned.cell)))
 
 
 class ProgressReporter:
-    """An observer that sends the progress of a run of `rounds` rounds through a pipe, at most every OFTEN seconds."""
+    """An observer that sends the progress of a cell's run through a pipe, at most every OFTEN seconds."""
 
-    def __init__(self, pipe: connection.Connection, rounds: int) -> None:
-        self.pipe, self.run, self.last = pipe, RunFraction(rounds), 0.0
+    def __init__(self, pipe: connection.Connection, cell: Cell) -> None:
+        self.pipe, self.cell, self.last = pipe, cell, 0.0
+
+    @cached_property
+    def run(self) -> RunFraction:
+        """What is done of the run. Made at the first event, so that an unusable job fails as a part of its run."""
+        return RunFraction(self.cell.load().training.rounds)
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Take one event of a Coordinator or a Site."""

@@ -66,7 +66,8 @@ def test_every_way_to_submit_an_approved_job_is_the_same_job(local: Path, receiv
     apps.append(export(QUICKSTART, tmp_path / "export") / "app")
     for one in apps:
         check(one, SITE, local)
-    check(prepare_resume("first", tmp_path, None) / "app", SITE, local)
+    with prepare_resume("first", tmp_path, None, {}) as folder:
+        check(folder / "app", SITE, local)
 
 
 def setting(old: str, new: str) -> Callable[[Path], None]:

@@ -85,7 +85,7 @@ def collect_metrics(kit: Path) -> list[Sample]:
     found += [Sample("certificate_days_left", days_left(c), {"of": n}) for n, c in (("participant", own), ("root", root))]
     settings = kit / "local" / "site.yaml"
     site = load_site(settings) if settings.is_file() else SiteConfig()
-    state = site.state or kit / STATE
+    state = kit / STATE if role == "server" else site.state or kit / STATE
     found.append(Sample("disk_free_bytes", shutil.disk_usage(state if state.is_dir() else kit).free))
     if cause := noted_cause(kit):
         found.append(Sample("refused", 1, {"site": kit_name(kit), "cause": cause}))
@@ -171,9 +171,13 @@ def run_state(folder: Path, events: list[dict[str, Any]]) -> tuple[str, float | 
 
 
 def spent_budgets(site: SiteConfig, ledger: Ledger) -> Iterator[tuple[str, str, BudgetConfig, float]]:
-    """Yield (data set, unit, budget, spent epsilon) for each budget of a site. Raises ConsiliumError for an altered ledger."""
+    """Yield (data set, unit, budget, spent epsilon) for each budget of a site. Raises ConsiliumError for an altered ledger.
+
+    A data set of site.yaml without a release has spent 0.
+    """
     entries = ledger.entries()
-    for name in sorted({entry.dataset for entry in entries} or {site.privacy.dataset or ""}):
+    known = {site.privacy.dataset} if site.privacy.dataset else {one.patients or name for name, one in site.datasets.items()}
+    for name in sorted({entry.dataset for entry in entries} | known or {""}):
         for unit, budget in site.privacy.budgets.items():
             spent = epsilon_for(unit, [entry for entry in entries if entry.dataset == name], budget.delta)
             yield name, str(unit), budget, spent

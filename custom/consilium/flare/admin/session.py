@@ -169,16 +169,21 @@ class Admin:
             time.sleep(1)
         return missing
 
-    def former_sites(self, experiment: str) -> set[str]:
-        """Return the sites of an experiment's last job. Raises ConfigError if this job still runs or waits."""
+    def former_plan(self, experiment: str) -> tuple[set[str], int]:
+        """Return the sites of an experiment's last job, and how many rounds it planned, 0 if that is not on record.
+
+        Raises ConfigError if this job still runs or waits.
+        """
         last = self._last_submission(experiment, self.jobs())
         if last is None:
-            return set()
+            return set(), 0
         if not _has_ended(last["status"]):
             raise ConfigError(
                 f"{experiment}: job {last['job_id']} is still running; wait for its end, or `consilium abort` it first"
             )
-        return {line.split(":")[0] for line in last.get("job_deploy_detail", []) if line.endswith(": OK")} - {"server"}
+        rounds = last.get("rounds")
+        sites = {line.split(":")[0] for line in last.get("job_deploy_detail", []) if line.endswith(": OK")} - {"server"}
+        return sites, rounds if isinstance(rounds, int) else 0
 
     def status(self, name: str) -> Job:
         """Return one job's state for `consilium status`.
@@ -254,7 +259,12 @@ class Admin:
             return {"progress": finished} | ({"reason": reason} if (reason := stored_reason(result)) else {})
 
     def download(self, job_id: str, destination: Path) -> Path:
-        """Download an ended job's result. Return this package's folder in it, whose files RunLog describes."""
+        """Download an ended job's result. Return this package's folder in it, whose files RunLog describes.
+
+        Raises ConfigError if the job was downloaded to `destination` before: FLARE would put the result inside the former one.
+        """
+        if (place := destination / job_id).exists():
+            raise ConfigError(f"{place}: exists; remove it, or give another folder")
         return Path(self.session.download_job_result(job_id, str(destination))) / "workspace" / "consilium"
 
     def abort_and_await_end(self, job_id: str) -> bool:

@@ -12,7 +12,7 @@ import yaml
 
 from consilium.config.job import job_file, load_job
 from consilium.core.errors import ConfigError
-from consilium.core.storage import read_json, write_atomic, write_json
+from consilium.core.storage import copy_tree, read_json, write_atomic, write_json
 from consilium.federation.run_folders import check_run_name
 from consilium.flare.job.job_context import load_federated_job
 from consilium.flare.job.recipe import export
@@ -54,24 +54,33 @@ def delete_on_failure(folder: Path) -> Iterator[None]:
         raise
 
 
-def prepare_resume(experiment: str, uploads: Path, job: Path | None) -> Path:
-    """Set `resume` in an experiment's job folder, so that the server continues from its checkpoint; return the folder.
+@contextmanager
+def prepare_resume(
+    experiment: str, uploads: Path, job: Path | None, overrides: Mapping[str, Any], planned: int = 0
+) -> Iterator[Path]:
+    """Yield a job folder with `resume` set, so that the server continues from its checkpoint.
 
-    `job`: the submitted job, if another kit submitted it. Raises ConfigError for an unknown experiment.
+    It replaces the experiment's stored folder only if the `with` block succeeds. `job`: the submitted job, if another kit
+    submitted it. `planned`: the rounds of the last submission. Raises ConfigError for an unknown experiment, and for fewer
+    rounds than planned if `overrides` do not name them.
     """
     folder = uploads / check_run_name(experiment)
-    if job is not None:
-        with _build_folder(job, {}, experiment, uploads) as ready:
-            shutil.rmtree(folder, ignore_errors=True)
-            ready.rename(folder)
-    if not folder.is_dir():
+    if job is None and not folder.is_dir():
         raise ConfigError(f"{experiment}: not submitted from this kit; give the job folder too: consilium resume NAME JOB")
-    path = folder / "app/config/config_fed_server.json"
-    server = read_json(path)
-    for workflow in (w for w in server["workflows"] if w["path"] == CONTROLLER):
-        workflow["args"] = workflow.get("args", {}) | {"resume": True}
-    write_json(path, server, indent=2)
-    return folder
+    with _build_folder(job or folder, overrides, experiment, uploads) as ready:
+        if (rounds := read_json(ready / "meta.json")["rounds"]) < planned and "training.rounds" not in overrides:
+            raise ConfigError(
+                f"training.rounds: {rounds}: {experiment} was submitted with {planned} before; "
+                f"give --set training.rounds={planned}, or fewer if it shall end earlier"
+            )
+        path = ready / "app/config/config_fed_server.json"
+        server = read_json(path)
+        for workflow in (w for w in server["workflows"] if w["path"] == CONTROLLER):
+            workflow["args"] = workflow.get("args", {}) | {"resume": True}
+        write_json(path, server, indent=2)
+        yield ready
+        shutil.rmtree(folder, ignore_errors=True)
+        ready.rename(folder)
 
 
 @contextmanager
@@ -81,7 +90,8 @@ def _build_folder(job: Path, overrides: Mapping[str, Any], experiment: str, uplo
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).encode()
     uploads.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=uploads, prefix=".") as place:
-        folder = Path(place) / "ready"
+        folder = Path(place) / "ready" / experiment  # FLARE stores the job under the folder's name
+        folder.parent.mkdir()
         if (job / "meta.json").is_file():
             try:
                 *_, tasks = (read_settings(job / name) for name in JSON_FILES)
@@ -93,13 +103,13 @@ def _build_folder(job: Path, overrides: Mapping[str, Any], experiment: str, uplo
                     f"secure_aggregation: {job}: is a ready job folder without secure aggregation, "
                     "so its sites would not answer; give its app/config/job.yaml instead"
                 )
-            shutil.copytree(job, folder)
+            copy_tree(job, folder)
         else:
             write_atomic(Path(place) / "job.yaml", text)
             export(Path(place) / "job.yaml", Path(place) / "export").rename(folder)
         write_atomic(job_file(folder), text)
         meta = read_json(folder / "meta.json")
-        meta |= {"min_clients": config.federation.min_sites, "experiment": experiment}
+        meta |= {"min_clients": config.federation.min_sites, "experiment": experiment, "rounds": config.training.rounds}
         write_json(folder / "meta.json", meta, indent=2)
         load_federated_job(job_file(folder), None)
         yield folder

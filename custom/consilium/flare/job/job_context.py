@@ -23,7 +23,7 @@ from consilium.config.site import Given, SiteConfig, find_site, load_site, plugi
 from consilium.core.errors import ConfigError, Reason, raise_first
 from consilium.core.messages import Observer
 from consilium.core.registry import NO_PLUGINS, Plugins
-from consilium.core.storage import make_private_folder, read_json, sweep, write_atomic, write_json
+from consilium.core.storage import copy_tree, make_private_folder, read_json, sweep, write_atomic, write_json
 from consilium.federation.job_assembly import Job, assemble_job
 from consilium.federation.run_folders import (
     OWNER,
@@ -177,7 +177,7 @@ def publish(fl_ctx: FLContext, folder: Path) -> None:
         def ignored(place: str, names: list[str]) -> set[str]:
             return private(place, names) | ({"server"} if Path(place) == folder else set())  # but not tb_events/server
 
-        shutil.copytree(folder, _download_folder(fl_ctx), ignore=ignored, dirs_exist_ok=True)
+        copy_tree(folder, _download_folder(fl_ctx), ignore=ignored, dirs_exist_ok=True)
 
 
 def publish_reason(fl_ctx: FLContext, reason: str) -> None:

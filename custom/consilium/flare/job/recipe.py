@@ -16,7 +16,7 @@ from nvflare.recipe.spec import ExecEnv, Recipe
 from consilium.config.job import JobConfig, job_file, read_job_bytes
 from consilium.core.errors import ConfigError
 from consilium.core.registry import Plugins
-from consilium.core.storage import read_json, write_atomic
+from consilium.core.storage import copy_tree, read_json, write_atomic
 from consilium.flare.job.controller import RoundController
 from consilium.flare.job.executor import SiteExecutor
 from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter
@@ -83,7 +83,7 @@ def export(job: Path, folder: Path, bundle: bool = False, plugins: Plugins = Non
     server.write_text(json.dumps(settings, indent=2), encoding="utf-8")
     if bundle:
         unwanted = shutil.ignore_patterns("__pycache__", "examples")
-        shutil.copytree(str(files("consilium")), target / "app" / "custom" / "consilium", ignore=unwanted)
+        copy_tree(str(files("consilium")), target / "app" / "custom" / "consilium", ignore=unwanted)
     return target
 
 

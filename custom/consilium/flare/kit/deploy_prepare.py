@@ -21,7 +21,7 @@ from nvflare.tool.deploy.deploy_commands import prepare_deployment
 from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, raise_first
 from consilium.core.schema import read_yaml
-from consilium.core.storage import read_json
+from consilium.core.storage import copy_tree, read_json
 from consilium.federation.run_folders import STATE
 from consilium.flare.kit import revocation
 from consilium.flare.kit.kit_hardening import COMM, RESOURCES, shadows_job_settings
@@ -106,10 +106,9 @@ def copy_without_run_files(kit: Path, target: Path) -> Path:
     target.mkdir(mode=0o700)
     for folder in FOLDERS:  # each may be a link to a folder
         try:
-            shutil.copytree(kit / folder, target / folder, symlinks=folder != "local", ignore=left_out)
-        except shutil.Error as error:  # such as a link to a file that is gone
-            path, _, reason = error.args[0][0]
-            raise ConfigError(f"{path}: cannot be copied ({reason}); restore it, or delete it") from None
+            copy_tree(kit / folder, target / folder, symlinks=folder != "local", ignore=left_out)
+        except OSError as error:  # such as a link to a file that is gone
+            raise ConfigError(f"{error.filename}: cannot be copied ({error.strerror}); restore it, or delete it") from None
     for name in FILES:
         if os.path.lexists(kit / name):
             shutil.copy2(kit / name, target / name, follow_symlinks=False)

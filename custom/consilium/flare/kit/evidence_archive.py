@@ -33,7 +33,7 @@ from nvflare.lighter.utils import (
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.schema import Section, validate
 from consilium.core.storage import write_atomic
-from consilium.flare.kit.certificates import fingerprints, parse_fingerprint
+from consilium.flare.kit.certificates import check_certificate_time, fingerprints, parse_fingerprint
 from consilium.flare.kit.kit_reader import certificate_path, kit_name, private_key_path
 from consilium.privacy import audit_log
 from consilium.privacy.ledger import Ledger
@@ -63,13 +63,19 @@ class Manifest(Section):
 
 
 def copy_ledger(path: Path) -> bytes:
-    """Return a consistent copy of a ledger's file, even while another process writes to it; b"" if there is no ledger."""
+    """Return a consistent copy of a ledger's file, even while another process writes to it; b"" if there is no ledger.
+
+    Raises ConfigError if the file cannot be read as a ledger.
+    """
     if not path.is_file():
         return b""
     with tempfile.TemporaryDirectory() as place:
         copy = Path(place) / LEDGER
-        with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(copy)) as target:
-            source.backup(target)
+        try:
+            with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(copy)) as target:
+                source.backup(target)
+        except sqlite3.Error as error:
+            raise ConfigError(f"{path}: the privacy ledger cannot be read ({error}); restore it from a backup") from None
         return copy.read_bytes()
 
 
@@ -115,10 +121,11 @@ def verify_chains(files: Mapping[str, bytes]) -> dict[str, Any]:
 def pack(kit: Path, experiment: str, files: Mapping[str, bytes], output: Path) -> Manifest:
     """Write `files` of a site to the archive `output`, sign it with the kit's key, and return its manifest.
 
-    Raises ConfigError if `output` exists.
+    Raises ConfigError if `output` exists, if the kit's certificate is not valid now, or if its key is locked.
     """
     if output.exists():
         raise ConfigError(f"--output: {output}: exists; give another name, evidence is never replaced")
+    check_certificate_time(kit)  # no verifier would accept the archive
     own, found = certificate_path(kit), verify_chains(files)
     every = {**files, CERTIFICATE: own.read_bytes(), ROOT: (kit / "startup" / ROOT).read_bytes()}
     manifest = Manifest(

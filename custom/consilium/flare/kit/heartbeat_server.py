@@ -109,7 +109,9 @@ class Attendance(FLComponent):
     def _record_heartbeat(self, beat: Callable[..., bool], manager: ClientManager, token: str, name: str, *rest: Any) -> bool:
         """Store a site's facts after FLARE has accepted its heartbeat. Then FLARE has verified the site's name."""
         found, fl_ctx = beat(manager, token, name, *rest), rest[-1]
-        if not fl_ctx.get_prop(FLContextKey.UNAUTHENTICATED) and (name in self._sites or len(self._sites) < MAX_SITES):
+        # FLARE sets the second for another copy of a kit whose site is connected
+        refused = fl_ctx.get_prop(FLContextKey.UNAUTHENTICATED) or fl_ctx.get_prop(FLContextKey.COMMUNICATION_ERROR)
+        if not refused and (name in self._sites or len(self._sites) < MAX_SITES):
             peer, now = fl_ctx.get_peer_context(), time.time()
             self._latest = max(self._latest, now)  # a clock that is set back must not make a revocation's time earlier
             self._sites[name] = checked_facts(peer.get_prop(KEY) if peer else None, now)

@@ -17,7 +17,7 @@ Settings = dict[str, Any]
 LOCKED = "keys.locked"
 """The file in a kit with its private keys, encrypted with a passphrase; see key_lock.py."""
 RUN_FILES = shutil.ignore_patterns("*.fl", "__pycache__", ".ipynb_checkpoints", "*~", ".*.sw?", "#*#", ".#*")
-"""For `shutil.copytree`: files in a kit's folders that FLARE's processes, Python and editors leave there."""
+"""For `copy_tree`: files in a kit's folders that FLARE's processes, Python and editors leave there."""
 ROLES = {"client.crt": "site", "server.crt": "server"}
 """A kit's role by the file of its certificate. A person's kit has client.crt too, and so counts as a site here."""
 

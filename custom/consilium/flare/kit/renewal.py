@@ -36,7 +36,7 @@ from nvflare.lighter.utils import (
 
 from consilium.config.deployment import load_deployment
 from consilium.core.errors import ConfigError, raise_first
-from consilium.core.storage import write_atomic
+from consilium.core.storage import copy_tree, write_atomic
 from consilium.flare.kit.certificates import fingerprints, parse_fingerprint
 from consilium.flare.kit.connection_refusals import note_cause
 from consilium.flare.kit.kit_hardening import is_as_signed, is_signed
@@ -123,7 +123,7 @@ def update_kit(kit: Path, new: Path, fingerprint: str = "", running: bool = Fals
         raise ConfigError(f"{new}: {problems[0]}")
     shutil.rmtree(ready, ignore_errors=True)
     ready.mkdir(mode=0o700)  # others cannot read the key during the copy, whatever file modes the renewed kit has
-    copied = Path(shutil.copytree(new / "startup", ready / "startup", symlinks=True, ignore=RUN_FILES))
+    copied = copy_tree(new / "startup", ready / "startup", symlinks=True, ignore=RUN_FILES)
     if (new / LOCKED).is_file():
         write_atomic(kit / LOCKED, (new / LOCKED).read_bytes())
     for path in (copied, *copied.rglob("*")):

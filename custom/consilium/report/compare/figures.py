@@ -208,7 +208,7 @@ def curves(scores: GroupScores, width: float = COLUMN) -> Drawn:
             "training.validate.full: true for scores that only the final evaluation computes"
         )
     rounds = {method: list(next(iter(found[method].values()))) for method in drawn}
-    steps = {method: scores.group.runs_of(method)[0].steps for method in drawn}
+    steps = {method: scores.group.runs[method, next(iter(found[method]))].steps for method in drawn}
     by_steps = all(steps.values()) and len({one[-1] / (len(one) - 1) for one in steps.values()}) > 1
     label = "optimizer steps of a site" if by_steps else ROUNDS
     at = {method: [steps[method][r] if by_steps else r for r in rounds[method]] for method in drawn}
