@@ -405,6 +405,7 @@ def test_two_jobs_share_one_budget(make: Make) -> None:
         (PRIVACY, {"budgets": {"record": {"epsilon": 3}}}, "one record of data set 'ward-7' .* would be 6"),
         (PRIVACY | {"trust": "central"}, {"trust": ["local"]}, "'central' is not in site.yaml's"),
         (PRIVACY | {"trust": "central"}, {"budgets": {"site": {"epsilon": 3}}}, "'central' is not in site.yaml's"),
+        (PRIVACY, {"trust": []}, "'local' is not in site.yaml's"),
         (
             PRIVACY | {"noise_multiplier": 0, "epsilon": None},
             {"budgets": {"site": {"epsilon": 3}}},
