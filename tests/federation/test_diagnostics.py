@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from consilium.report.figures import plot_curves
 from consilium.runtime.engine import simulate
 from consilium.server.aggregation import mean_penalty_losses
 from consilium.strategies.deer import DEeR
+from consilium.strategies.dp_dylora import DPDyLoRA
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.fedsa_lora import FedSALoRA
 from consilium.strategies.strategy import Role, SiteResult, Strategy
@@ -54,6 +56,20 @@ def test_the_deviation_is_that_between_the_mean_of_products_and_the_product_of_m
     assert relative > 0.1
     assert measured(DEeR())[0]["deviation/relative"] < 1e-12
     assert measured(FedSALoRA())[0] == {}  # who knows B?
+
+
+def test_the_deviation_has_the_scale_of_the_rounds_rank() -> None:
+    """Rank 1 of 2 trains at twice alpha / r. B and A are 2 at one site and 0 at the other: (4 + 0) / 2 - 1 * 1 = 1."""
+    strategy = DPDyLoRA()
+    round = next(round for round in range(20) if strategy.rank(2, round) == 1)
+    state = replace(strategy.initialize({A: torch.ones(2, 1), B: torch.ones(1, 2)}), round=round)
+    results = {}
+    for name, change in (("a", 1.0), ("b", -1.0)):
+        site = SiteInfo(name, 1)
+        update = Payload(round, 0, {factor: torch.full((1, 1), change) for factor in (A, B)})
+        results[name] = SiteResult(update, 1, strategy.payload(state, site), site)
+    found = deviation(strategy, state, results, 0.5)
+    assert found == pytest.approx({"deviation/absolute": 0.5 * 2 * 1, "deviation/relative": 1 / 2})
 
 
 def test_loss_and_penalty_are_means_over_the_sites_that_say_both() -> None:

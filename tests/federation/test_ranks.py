@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing import Pipe, get_context
 from pathlib import Path
@@ -23,6 +24,7 @@ from consilium.client.client import Client
 from consilium.client.data_parallel import DataParallelGroup, JointTask, make_data_parallel_group, training_only
 from consilium.client.data_parallel_worker import (
     BlockRequest,
+    Phase,
     Share,
     join_process_group,
     loss_and_gradients,
@@ -187,6 +189,27 @@ def test_what_a_rank_says_of_a_failure_goes_to_its_site_alone(
     assert not ranks()
 
 
+@pytest.mark.slow
+def test_with_dropout_a_new_process_trains_a_round_as_the_one_that_trained_those_before(job: Job, tmp_path: Path) -> None:
+    raw = job.config.model_dump()
+    raw["training"] |= {"rounds": 2, "local_epochs": 1}
+    raw["adapter"] |= {"dropout": 0.5}
+    job, last = assemble_job(JobConfig.model_validate(raw)), list[Payload]()
+    start = job.strategy.initialize(job.initial)
+    for name in ("whole", "broken"):
+        site = build_site(job, "site-1", SiteConfig(devices=("cpu", "cpu")), tmp_path / name, lambda event: None)
+        for round in range(2):
+            sent = job.strategy.payload(replace(start, round=round), SiteInfo("site-1", 5))
+            if round and name == "broken":
+                site.close()
+                site = build_site(job, "site-1", SiteConfig(devices=("cpu", "cpu")), tmp_path / name, lambda event: None)
+            found = site.train("run", sent)
+        site.close()
+        last.append(found)
+    assert all(torch.equal(tensor, last[1].tensors[name]) for name, tensor in last[0].tensors.items())
+    assert any(tensor.any() for tensor in last[0].tensors.values())
+
+
 def test_shares_add_up_to_the_gradient_of_the_batch(job: Job, tmp_path: Path) -> None:
     """In this process: 2/3 and 1/3 of three samples, and nothing of none."""
     site = build_site(job, "site-1", SiteConfig(), tmp_path, lambda event: None)
@@ -223,6 +246,9 @@ def test_a_batch_is_dealt_out_over_the_ranks_by_hand(
         assert [share.weight for share in shares] == weights
         seeds += [share.seed for share in shares]
     assert len(set(seeds)) == 6, "dropout is drawn anew, for each rank on its own"
+    made.start_joint_task(Mock(), {}, set(), 1.0)
+    assert [receive(other) for _, other in pipes] == [Phase({}, frozenset(), 1.0)] * 2
+    assert made.share_out_batch({"x": torch.arange(size)}).seed == seeds[0], "whatever the process has trained before"
 
 
 def test_two_ranks_compute_the_loss_and_gradient_of_one(job: Job, tmp_path: Path) -> None:

@@ -97,7 +97,9 @@ def test_on_a_full_disk_a_round_is_refused_for_that_and_done_with_room_again(sma
     assert site.train("run", payload(job)).tensors
 
 
-def test_private_factors_survive_a_new_process(small_job: MakeJob, tmp_path: Path) -> None:
+@pytest.mark.parametrize("joined", [True, False])
+def test_private_factors_survive_a_new_process(joined: bool, small_job: MakeJob, tmp_path: Path) -> None:
+    """Also if the server lacks the site's result, as of a straggler: it sends the initial values again."""
     job = small_job()
     make_site(job, tmp_path).train("run", payload(job))
     kept, _ = load_state(tmp_path / "run" / "state.safetensors")
@@ -106,7 +108,7 @@ def test_private_factors_survive_a_new_process(small_job: MakeJob, tmp_path: Pat
     site.context.task.evaluate = lambda model, *rest: (
         seen.update({n: p.clone() for n, p in adapter_state.tensors(model).items()} if not seen else {}) or {}
     )
-    site.train("run", payload(job, joined=True, round=1))
+    site.train("run", payload(job, joined=joined, round=1))
     private = job.strategy.names(job.initial, Role.LOCAL, 0, 0)
     assert all(torch.equal(seen[n], kept[f"params/{n}"]) for n in private)
 

@@ -157,6 +157,18 @@ def test_matrix_of_the_jobs_split_and_model(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "second/cross_sites.json").read_text())["values"] == [[0.5], [0.25]]
 
 
+def test_shared_model_of_a_private_run_is_scored_with_local_factors(hospitals: Path, tmp_path: Path) -> None:
+    """The guard tells the server of no release in the scoring job, which so sends the initial factors to all."""
+    privacy = {"unit": "site", "noise_multiplier": 1.0, "clip": 0.5, "trust": "local"}
+    sites = {name: find_site(name, Given(hospitals)).model_copy(update={"share_metrics": True}) for name in TRAINED}
+    for folder, section in (("first", {}), ("second", {"cross_site": {"run": "first"}})):
+        simulate(assemble_job(config(privacy=privacy, **section)), sites, tmp_path / folder, lambda event: None)
+    results = json.loads((tmp_path / "first/results.json").read_text())
+    (shared,) = json.loads((tmp_path / "second/cross_sites.json").read_text())["values"]
+    assert shared == [results[name]["test/global/dice"] for name in TRAINED]
+    assert all(results[name]["test/pretrained/dice"] != score for name, score in zip(TRAINED, shared, strict=True))
+
+
 KINDS = ["fedit", "local_only", {"name": "feddpa", "weighting": "fixed"}, "fedala", "fedhera", "fedsca", "flora", "frlora"]
 
 

@@ -95,6 +95,7 @@ def test_no_noise_is_infinite_and_nothing_costs_nothing() -> None:
     [
         (0, 1e-5, "epsilon"),
         (-1, 1e-5, "epsilon"),
+        (1.1e4, 1e-5, "epsilon: 11000.0: expected over 0 and at most 10000"),
         (1e-6, 1e-300, "epsilon: .* needs noise of"),
         *[(1, d, "delta") for d in (0, 1e-320, 1)],
     ],
@@ -110,7 +111,7 @@ ACCOUNTANTS = pytest.mark.parametrize("accountant", ["exact", "prv", "rdp"])
 @ACCOUNTANTS
 @pytest.mark.parametrize(
     ("epsilon", "delta", "count", "rate"),
-    [(0.1, 1e-5, 100, 1.0), (1e-3, 1e-5, 7, 0.5), (2.0, 1e-9, 300, 0.1), (60, 0.08, 10_000, 1.0)],
+    [(0.1, 1e-5, 100, 1.0), (1e-3, 1e-5, 7, 0.5), (2.0, 1e-9, 300, 0.1), (60, 0.08, 10_000, 1.0), (1e4, 1e-5, 20, 1.0)],
 )
 def test_noise_is_never_too_small(accountant: str, epsilon: float, delta: float, count: int, rate: float) -> None:
     sigma = noise_multiplier(epsilon, delta, count, rate, accountant)

@@ -44,8 +44,10 @@ def test_only_shared_tensors_and_declared_metrics_leave_without_noise() -> None:
             check_upload(payload, FedIAT(), METRICS)
 
 
-def private_job(strategy: str = "deer", privacy: dict | None = PRIVACY, **federation: object) -> Job:
-    raw = small_config(strategy).model_dump() | {"privacy": privacy}
+def private_job(
+    strategy: str | dict = "deer", privacy: dict | None = PRIVACY, diagnostics: dict | None = None, **federation: object
+) -> Job:
+    raw = small_config(strategy).model_dump() | {"privacy": privacy, "diagnostics": diagnostics or {}}
     raw["federation"] |= federation
     return assembled(JobConfig.model_validate(raw))
 
@@ -108,6 +110,18 @@ def test_a_release_adds_the_planned_noise_tells_the_site_and_writes_the_ledger(m
     assert event["noise"] == pytest.approx(effective_norm(job, released.tensors), rel=1e-3)
     assert event["noise_std"] == pytest.approx(guard.plan.noise_multiplier * 0.5)
     assert event["noise"] == pytest.approx(event["noise_std"] * event["dimensions"] ** 0.5, rel=0.1)
+
+
+def test_the_noise_of_a_round_with_a_rank_of_its_own_is_measured_at_its_scale(make: Make, tmp_path: Path) -> None:
+    """An update of zeros leaves as the noise alone. DP-DyLoRA's rank 2 trains at alpha / 2 = 2, not at alpha / r = 1."""
+    job = private_job({"name": "dp_dylora", "seed": 0}, diagnostics={"noise": True})
+    sent = broadcast(job)
+    noise = train(make(job), "r", sent, result(job, value=0.0)).tensors
+    factors = {name: (sent.tensors[f"{name[:-1]}A"], noise[name]) for name in noise if name.endswith("lora_B")}
+    assert {len(a) for a, _ in factors.values()} == {2}
+    expected = sum(float((2 * xi.double() @ a.double()).square().sum()) for a, xi in factors.values()) ** 0.5
+    (measured,) = json.loads(next(tmp_path.rglob("noise.json")).read_text()).values()
+    assert measured == pytest.approx({"noise/xi_B A": expected, "noise/B xi_A": 0.0})
 
 
 def test_a_replay_gets_the_same_bytes_in_a_new_process_and_spends_nothing(make: Make) -> None:
@@ -405,6 +419,7 @@ def test_two_jobs_share_one_budget(make: Make) -> None:
         (PRIVACY, {"budgets": {"record": {"epsilon": 3}}}, "one record of data set 'ward-7' .* would be 6"),
         (PRIVACY | {"trust": "central"}, {"trust": ["local"]}, "'central' is not in site.yaml's"),
         (PRIVACY | {"trust": "central"}, {"budgets": {"site": {"epsilon": 3}}}, "'central' is not in site.yaml's"),
+        (PRIVACY, {"trust": []}, "'local' is not in site.yaml's"),
         (
             PRIVACY | {"noise_multiplier": 0, "epsilon": None},
             {"budgets": {"site": {"epsilon": 3}}},

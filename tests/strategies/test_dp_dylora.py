@@ -14,6 +14,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.federation.job_assembly import assemble_job, build_model
+from consilium.federation.saved_model import read_adapter_folder
 from consilium.server.aggregation import ExactMean
 from consilium.strategies.dp_dylora import DPDyLoRA
 from consilium.strategies.strategy import scaling_multiplier
@@ -82,6 +83,18 @@ def test_the_forward_pass_uses_alpha_over_the_rounds_rank() -> None:
         adapter_state.load(model, {n: t * 2 if n.endswith("B") else t for n, t in values.items()})
         lora.scale(model, LoraConfig(), 1.0)
         assert torch.allclose(model(images), doubled, atol=1e-4)
+
+
+def test_the_personalized_model_is_scored_and_stored_at_the_scale_of_its_training(tmp_path: Path) -> None:
+    """Its last validation is that of the round; rank 1 of 4 is at four times alpha / r."""
+    job = assemble_job(small_config("dp_dylora", lr=3e-2, local_steps=2))
+    site = build_site(job, "site-1", SiteConfig(), tmp_path, lambda event: None)
+    round = next(round for round in range(20) if job.strategy.rank(4, round) == 1)
+    state = replace(job.strategy.initialize(job.initial), round=round)
+    trained = site.train("run", job.strategy.payload(state, SITE)).metrics
+    found = site.evaluate("run", job.strategy.final(replace(state, round=round + 1), SITE)).metrics
+    assert found["validation/personalized/dice"] == trained["validation/personalized/dice"] != found["test/pretrained/dice"]
+    assert read_adapter_folder(tmp_path / "adapters/personalized")[0].scaling == 4
 
 
 def test_every_choice_is_the_cut_model_at_its_own_scale() -> None:

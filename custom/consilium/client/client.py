@@ -49,6 +49,7 @@ from consilium.federation.compatibility import libraries
 from consilium.federation.saved_model import SavedModel
 from consilium.privacy.guard.task_schedule import AuthorizedTask
 from consilium.report.predictions import Closing
+from consilium.strategies.strategy import scaling_multiplier
 
 REPORTED = {"loss": TRAIN_LOSS, "steps": TRAIN_STEPS, "penalty": TRAIN_PENALTY, "peak_bytes": TRAIN_MEMORY}
 """By name in the training loop, the name of a number in messages."""
@@ -76,7 +77,8 @@ class SiteState(NamedTuple):
     """A client's stored state of a run.
 
     `params`: its adapter tensors; `place`: round and phase of its last training, None before the first; `reply`: the update of
-    that training; `memory`: tensors that the strategy stores between rounds; `optimizer`: the optimizer's state.
+    that training; `memory`: tensors that the strategy stores between rounds; `optimizer`: the optimizer's state; `scaling`: the
+    factor on the adapter in that training.
     """
 
     params: Tensors
@@ -84,6 +86,7 @@ class SiteState(NamedTuple):
     reply: Payload
     memory: Tensors
     optimizer: Tensors
+    scaling: float = 1.0
 
 
 class Client:
@@ -213,6 +216,7 @@ class Client:
         # before sending: a lost answer must not cost a second training
         groups = {"params": end, "reply": reply.tensors, "kept": trainer.memory, "optimizer": state.optimizer}
         meta = {"round": payload.round, "phase": payload.phase, "scalars": reply.scalars, "metrics": reply.metrics}
+        meta["scaling"] = scaling_multiplier(strategy, payload)
         with refuse_if_unwritable(self._state_path(run)), lock_folder(self._state_path(run).parent):
             # Another process of this run may have trained meanwhile. Its state stays: DP-SGD charges one training, so the next
             # rounds must not depend on a second one.
@@ -255,8 +259,8 @@ class Client:
         closes = bool(context.task.num_samples) and (traits.interpolation is not None or traits.fits_after_last_round)
         if last is not None and not closes:
             context.load_values(own)
-            context.set_scaling(1.0)
-            models[Stage.PERSONALIZED] = SavedModel(own, last[0] + 1)
+            context.set_scaling(state.scaling)
+            models[Stage.PERSONALIZED] = SavedModel(own, last[0] + 1, state.scaling)
             metrics |= evaluator.evaluate_final(split, Stage.PERSONALIZED, payload, examples)
             metrics |= evaluator.validate_final(Stage.PERSONALIZED, payload)
         payload = evaluator.choose_final(own, payload)
@@ -312,7 +316,8 @@ class Client:
         tensors, meta = load_state(self._state_path(run))
         place = meta["round"], meta["phase"]
         params, sent, memory, optimizer = (group_of(tensors, group) for group in ("params", "reply", "kept", "optimizer"))
-        return SiteState(params, place, Payload(*place, sent, meta["scalars"], meta["metrics"]), memory, optimizer)
+        reply = Payload(*place, sent, meta["scalars"], meta["metrics"])
+        return SiteState(params, place, reply, memory, optimizer, meta["scaling"])
 
 
 def perform(task: AuthorizedTask, ready: Callable[[], Client]) -> Any:

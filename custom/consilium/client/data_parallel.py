@@ -87,6 +87,7 @@ class DataParallelGroup:
     def start_joint_task(self, task: Task, values: Tensors, trained: set[str], scaling: float) -> "JointTask":
         """Return the task whose loss and gradient all ranks compute together. Raises ConsiliumError if a rank fails."""
         self.start_ranks()
+        self.count = 0  # the ranks' dropout depends on it, and must not depend on earlier rounds of this process
         with self.end_on_error():
             for child in self.children:
                 send_by_value(child.pipe, Phase(values, frozenset(trained), scaling))

@@ -11,7 +11,7 @@ from consilium.core.low_rank_sums import Product, norm
 from consilium.core.messages import Tensors
 from consilium.privacy import mechanism
 from consilium.report import figures
-from consilium.strategies.strategy import Role, ServerState, SiteResult, Strategy, shares
+from consilium.strategies.strategy import Role, ServerState, SiteResult, Strategy, scaling_multiplier, shares
 
 DRIFT = "drift.json"
 """File in a run's private folder at a site: the relative change of each adapter, by round and phase."""
@@ -21,9 +21,10 @@ NOISE_TITLE = "norm of what noise adds to the product B A/"
 def deviation(strategy: Strategy, state: ServerState, results: Mapping[str, SiteResult], scale: float) -> dict[str, float]:
     """Return the deviation of the product of mean factors from the mean of products (DEeR, Zhu et al., IEEE TMI 2025, Eq. 7).
 
-    Absolute: ||s (sum_k p_k B_k A_k - B A)||_F over all layers, with B and A the means and s = `scale`. Relative: the same over
-    ||s sum_k p_k B_k A_k||_F. It is computed as sum_k p_k (B_k - B)(A_k - A), equal as sum p_k = 1, which loses no digits near
-    0. Layers with a factor that stays at the sites are left out; without other layers return {}.
+    Absolute: ||s (sum_k p_k B_k A_k - B A)||_F over all layers, with B and A the means and s = `scale`, alpha / r, times the
+    payload's scaling. Relative: the same over ||s sum_k p_k B_k A_k||_F. It is computed as sum_k p_k (B_k - B)(A_k - A), equal
+    as sum p_k = 1, which loses no digits near 0. Layers with a factor that stays at the sites are left out; without other
+    layers return {}.
     """
     share = shares(dict(sorted(results.items())))
     apart = whole = 0.0
@@ -42,6 +43,7 @@ def deviation(strategy: Strategy, state: ServerState, results: Mapping[str, Site
         mean_b, mean_a = (torch.stack([p * pair[i] for p, pair in pairs]).sum(0) for i in (0, 1))
         apart += norm(_concatenate_products([(p * (b - mean_b), a - mean_a) for p, (b, a) in pairs])) ** 2
         whole += norm(_concatenate_products([(p * b, a) for p, (b, a) in pairs])) ** 2
+    scale *= scaling_multiplier(strategy, next(iter(results.values())).sent)  # which is equal at all sites
     return {"deviation/absolute": scale * apart**0.5, "deviation/relative": (apart / whole) ** 0.5 if whole > 0 else 0.0}
 
 

@@ -239,8 +239,8 @@ def noise_multiplier(
     from scipy.optimize import brentq
 
     check_delta(delta)
-    if not 0 < epsilon < LARGEST:
-        raise ConfigError(f"privacy.epsilon: {epsilon}: expected a number above 0; 1 is strong, 8 is weak")
+    if not 0 < epsilon <= LARGEST:
+        raise ConfigError(f"privacy.epsilon: {epsilon}: expected over 0 and at most {LARGEST:.0f}; 1 is strong, 8 is weak")
 
     def keeps(sigma: float) -> bool:
         return epsilon_of([GaussianEvent(sigma, sample_rate, count, slack)], delta, accountant, planned=True) <= epsilon

@@ -300,7 +300,7 @@ def check_policy(name: str, plan: Plan | None, policy: HospitalPrivacyPolicy) ->
         )
     if plan is None or not policy.requires_privacy:
         return
-    if plan.config.trust not in (policy.trust or ("local",)):
+    if plan.config.trust not in (("local",) if policy.trust is None else policy.trust):
         raise RefusedError(
             f"{name}: privacy.trust {plan.config.trust!r} is not in site.yaml's privacy.trust; nothing was sent", Reason.POLICY
         )

@@ -318,8 +318,14 @@ class Strategy:
     # client half ------------------------------------------------------------------------------------------------------
 
     def receive(self, own: Tensors, payload: Payload) -> Tensors:
-        """Return the model's tensors from the site's own tensors and a payload, for evaluation and as the start of training."""
-        return {**own, **payload.tensors}
+        """Return the model's tensors from the site's own tensors and a payload, for evaluation and as the start of training.
+
+        Tensors that only the site trains stay as they are. A server without the site's last result sends their initial values.
+        """
+        places = self.traits.phase_schedule()
+        roles = {name: {self.role(name, *place) for place in places} for name in own.keys() & payload.tensors.keys()}
+        kept = {name: own[name] for name, of in roles.items() if Role.LOCAL in of and Role.SHARED not in of}
+        return {**own, **payload.tensors, **kept}
 
     def local_update(self, trainer: Trainer, payload: Payload) -> Payload:
         """Train the site's model for one phase and return what leaves the site."""

@@ -8,10 +8,11 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from hypothesis import given, settings, strategies as st
 
 from consilium.core.errors import RefusedError
+from consilium.core.messages import Payload
 from consilium.privacy.secagg import sealing
 from consilium.privacy.secagg.arithmetic import UNIT, flatten, largest_value, layout, quantize, unflatten, vector_length
 from consilium.privacy.secagg.sealing import encode_fields, is_signed_by, sign
-from consilium.privacy.secagg.terms import Terms, terms_of
+from consilium.privacy.secagg.terms import Terms, hash_sent_tensors, terms_of
 from tests.privacy.secagg.conftest import NOISE, secure_config
 
 
@@ -184,3 +185,13 @@ def test_noise_lets_a_sum_lack_a_site() -> None:
 def test_terms_that_protect_nobody_are_refused(asked: int, section: dict, why: str) -> None:
     with pytest.raises(RefusedError, match=why):
         terms_of(secure_config(**section), asked)
+
+
+def test_a_site_answers_for_all_that_it_was_sent_but_a_tail_that_one_matrix_replaced() -> None:
+    """Layer 1's tail and what stays at a site are not sent again, and count; so does a matrix if factors came after it."""
+    first = {f"{layer}.{part}" for layer in ("1", "10") for part in ("lora_A", "tail_A", "tail_B", "gate")} | {"1.lora_B"}
+    before = hash_sent_tensors(Payload(0, 0, {name: torch.zeros(1) for name in first}), {})
+    found = hash_sent_tensors(Payload(1, 0, {"10.lora_A": torch.ones(1), "10.tail_whole": torch.ones(1)}), before)
+    assert found.keys() == first - {"10.tail_A", "10.tail_B", "10.gate"} | {"10.tail_whole"}
+    assert {name for name, one in found.items() if before.get(name) != one} == {"10.lora_A", "10.tail_whole"}
+    assert "10.tail_whole" in hash_sent_tensors(Payload(2, 0, {"10.tail_A": torch.ones(1)}), found)

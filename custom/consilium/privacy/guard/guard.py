@@ -41,7 +41,7 @@ from consilium.privacy.plan import Plan, check_policy, make_plan
 from consilium.privacy.randomness import Randomness
 from consilium.privacy.secagg.certificates import Identity
 from consilium.privacy.secagg.sum_ledger import SumLedger
-from consilium.strategies.strategy import Strategy
+from consilium.strategies.strategy import Strategy, scaling_multiplier
 
 
 @dataclass
@@ -311,7 +311,7 @@ class Guard:
         released, outcome = privatize_update(plan, checked.tensors, maps, bits, server_sees_only_sums(self.config))
         if self.config.diagnostics.noise:
             clean, _ = privatize_update(replace(plan, noise_multiplier=0.0), checked.tensors, maps)
-            scaling = self.config.adapter.product_scaling
+            scaling = self.config.adapter.product_scaling * scaling_multiplier(self.strategy, task.payload)
             terms = mechanism.measure_noise_terms(clean, released, task.payload.tensors, checked.tensors, scaling)
             with refuse_if_unwritable(self.folder / task.run / mechanism.FILE):
                 note(self.folder / task.run / mechanism.FILE, "{}-{}".format(*task.place), terms)

@@ -9,6 +9,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric import rsa
 
+from consilium.adapters.names import GATE, TAIL, WHOLE
 from consilium.config.job import JobConfig
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import Payload
@@ -142,8 +143,14 @@ def mask_context(context: bytes, keys: Mapping[str, str], order: Layout, sent: M
 
 
 def hash_sent_tensors(payload: Payload, before: Mapping[str, str]) -> dict[str, str]:
-    """Return, by name, the hash of each tensor in the version last sent to a site; `before`: the hashes of earlier phases."""
-    return {**before, **{name: digest({name: tensor}) for name, tensor in payload.tensors.items()}}
+    """Return, by name, the hash of each tensor in the version last sent to a site; `before`: the hashes of earlier phases.
+
+    A tail that is sent as one matrix replaces the factors and the gate that were sent before.
+    """
+    layers = [name.removesuffix(WHOLE) for name in payload.tensors if name.endswith(f".{WHOLE}")]
+    replaced = {f"{layer}{part}" for layer in layers for part in (*TAIL, GATE)}
+    kept = {name: known for name, known in before.items() if name not in replaced}
+    return kept | {name: digest({name: tensor}) for name, tensor in payload.tensors.items()}
 
 
 def describe_sent_model(payload: Payload, names: Mapping[str, str]) -> Message:
