@@ -317,7 +317,8 @@ class Client:
         place = meta["round"], meta["phase"]
         params, sent, memory, optimizer = (group_of(tensors, group) for group in ("params", "reply", "kept", "optimizer"))
         reply = Payload(*place, sent, meta["scalars"], meta["metrics"])
-        return SiteState(params, place, reply, memory, optimizer, meta["scaling"])
+        scaling = meta.get("scaling", 1.0)  # a run that an earlier version began has none
+        return SiteState(params, place, reply, memory, optimizer, scaling)
 
 
 def perform(task: AuthorizedTask, ready: Callable[[], Client]) -> Any:
