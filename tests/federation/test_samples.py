@@ -53,21 +53,19 @@ def test_a_job_says_how_many(tmp_path: Path) -> None:
     assert found[1]["test"] == found[0]["test"]
 
 
+PRIVATE = {"privacy": {"unit": "site", "epsilon": 3, "clip": 1}}
+
+
 @pytest.mark.parametrize(
-    ("sections", "asked", "quiet"),
-    [
-        ({}, False, False),
-        ({}, True, True),
-        ({"statistics": {}}, False, True),
-        ({"privacy": {"unit": "site", "epsilon": 3, "clip": 1}}, False, True),
-    ],
+    ("sections", "of_the_run", "quiet"),
+    [({}, {}, False), ({}, PRIVATE, True), ({"statistics": {}}, {}, True), (PRIVATE, {}, True)],
 )
 def test_samples_answer_no_question_in_a_private_job_and_one_of_statistics(
-    sections: dict[str, object], asked: bool, quiet: bool, tmp_path: Path
+    sections: dict[str, object], of_the_run: dict[str, object], quiet: bool, tmp_path: Path
 ) -> None:
-    config = JobConfig.model_validate(small_cells("fedit").model_dump() | sections)
-    options = {"ignore_unfit": True} if asked else {}
-    assert load_site_data(config, "site-1", SiteConfig(), tmp_path, **options).loading.ignore_unfit is quiet
+    plain = small_cells("fedit").model_dump()
+    config, run = JobConfig.model_validate(plain | sections), JobConfig.model_validate(plain | sections | of_the_run)
+    assert load_site_data(config, "site-1", SiteConfig(), tmp_path, run=run).loading.ignore_unfit is quiet
 
 
 def test_statistics_of_a_part_are_refused() -> None:
