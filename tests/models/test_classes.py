@@ -266,9 +266,7 @@ def test_pixels_that_sites_would_prepare_otherwise_are_refused(clip: Made, tmp_p
         with pytest.raises(CheckpointError, match=r"model\.pixel_mean: .* has image_mean .*0\.5"):
             _build("vision", clip, TWO)
     (clip.folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5307] * 3, "image_std": [0.2583] * 3}))
-    with pytest.raises(
-        CheckpointError, match=r"model\.pixel_mean: .* has image_mean \[0\.5307.*write \[0\.5307, 0.* into the job"
-    ):
+    with pytest.raises(CheckpointError, match=r"model\.pixel_mean: .* has image_mean \[0\.5307.*write \[0\.5307, 0.* into"):
         _build("vision", clip, TWO)
     pixels = {"pixel_mean": [0.5307] * 3, "pixel_std": [0.2583] * 3}  # RAD-DINO's
     model = _build("vision", clip, TWO, **pixels)

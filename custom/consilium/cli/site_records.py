@@ -159,7 +159,8 @@ def accept(
     kept, aside = (f"; as it was: {said[key]}" if said[key] else "" for key in ("kept", "sums_set_aside"))
     lines = [f"{path}: accepted with {count_with_noun(said['rows'], 'row')}, {len(said['lost'])} lost seals on record{kept}"]
     if (gone := said["rows_lost"]) != 0:
-        what = "a part of the file" if gone is None else count_with_noun(gone, "row")
+        part = "a part of the file" if said["rows"] else "the file"
+        what = part if gone is None else count_with_noun(gone, "row")
         lines.append(f"  {what} cannot be read and no longer counts: lower `privacy.budgets` in site.yaml by what it cost")
     if said["lost_sums"] or aside:
         lines.append(f"{root / SUMS}: accepted, {len(said['lost_sums'])} lost lines on record{aside}")

@@ -317,7 +317,7 @@ class Client:
         place = meta["round"], meta["phase"]
         params, sent, memory, optimizer = (group_of(tensors, group) for group in ("params", "reply", "kept", "optimizer"))
         reply = Payload(*place, sent, meta["scalars"], meta["metrics"])
-        scaling = meta.get("scaling", 1.0)  # a run that an earlier version began has none
+        scaling = meta.get("scaling", 1.0)  # a state of an earlier version has none: alpha / r, as there
         return SiteState(params, place, reply, memory, optimizer, scaling)
 
 

@@ -122,10 +122,14 @@ class Ledger:
         """
         found, whole = dict[int, Sealed | None](), True
         for order in ("ASC", "DESC"):  # from both ends, each up to a damaged page
+            last: int | None = None
             try:
                 with self._connect(whole=False) as db:
                     for rowid, row in _rows(db, order):
-                        found[rowid] = _checked_row(row)
+                        # cells of a damaged page may all have one number, or that of another row
+                        whole &= last is None or (rowid > last if order == "ASC" else rowid < last)
+                        last = rowid
+                        found[rowid] = found.get(rowid) or _checked_row(row)
             except RefusedError as error:
                 if _is_of_machine(error.__context__):
                     raise
@@ -173,6 +177,8 @@ class Ledger:
         try:
             with closing(sqlite3.connect(self.path, timeout=60, isolation_level=None)) as db:
                 db.text_factory = _text_or_bytes
+                if not whole:
+                    db.execute("PRAGMA writable_schema = ON")  # else SQLite reads nothing of a file that was cut
                 _check_plain(db, self.path, whole)  # before any statement that reads the definitions in the file
                 # A committed row survives a power cut. With FULL, the default, it could be rolled back, because the deletion of
                 # the journal is not flushed.

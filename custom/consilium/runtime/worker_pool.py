@@ -27,6 +27,7 @@ from consilium.privacy.guard.guard import Guard
 from consilium.privacy.secagg.certificates import FOLDER as IDENTITIES, read_simulated_identity
 from consilium.privacy.secagg.terms import Message
 from consilium.training.joint_forward import copy_sharing_base
+from consilium.training.loop import Stopped
 
 # simulated site --------------------------------------------------------------------------------------------------------
 # In a simulation a site is called through its guard, as FLARE calls an executor through its filters.
@@ -46,12 +47,15 @@ class SimulatedSite:
     def ask(self, kind: Kind, run: str, message: Payload | Message | None = None) -> Any:
         """Return the site's answer after its guard. `message`: a payload, or a message of secure aggregation.
 
-        As in a federation, the guard records a refusal, and in a private job stores and charges it. See Guard.refuse.
+        As in a federation, the guard records a ConsiliumError, and in a private job stores and charges it, see Guard.refuse.
+        Any other error is a fault in code: it ends the simulation, and nothing is stored.
         """
         payload = message if message is None or isinstance(message, Payload) else Payload(-1, -1, {}, masking=message)
         try:
             task = self.guard.authorize(kind, run, payload)
             answer = self.guard.answer(task, perform(task, lambda: self.site))
+        except Stopped:
+            raise
         except ConsiliumError as error:
             reply = self.guard.refuse(error.reason)
             if isinstance(reply, Reason):

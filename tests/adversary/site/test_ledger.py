@@ -141,6 +141,28 @@ def test_of_a_file_with_a_damaged_page_the_rows_of_the_others_stay(ledger: Ledge
     assert (said["rows"], said["rows_lost"]) == (len(rounds), None)
 
 
+def test_how_many_rows_a_zeroed_sector_took_is_said_truly(ledger: Ledger, tmp_path: Path) -> None:
+    """Its cells all seem to be one row, so the command named too few lost rows."""
+    for round in range(3, 100):
+        ledger.charge_once(replace(ONE, round=round), {})
+    whole = ledger.path.read_bytes()
+    for sector in range(2 * 8, 4 * 8):
+        ledger.path.write_bytes(whole[: sector * 512] + bytes(512) + whole[(sector + 1) * 512 :])
+        said = recovery.accept(tmp_path / str(sector), Ledger(ledger.path), "disk failed")
+        assert said["rows_lost"] in (None, 100 - said["rows"])
+        assert said["rows"] > 60
+
+
+def test_a_ledger_that_was_cut_keeps_its_first_rows(ledger: Ledger, tmp_path: Path) -> None:
+    for round in range(3, 100):
+        ledger.charge_once(replace(ONE, round=round), {})
+    ledger.path.write_bytes(ledger.path.read_bytes()[:-4096])
+    said = recovery.accept(tmp_path, Ledger(ledger.path), "disk failed")
+    rounds = [row.round for row in Ledger(ledger.path).entries()]
+    assert rounds == list(range(said["rows"]))
+    assert (said["rows"] > 60, said["rows_lost"]) == (True, None)
+
+
 def test_an_acceptance_forgives_what_was_lost_and_nothing_later(ledger: Ledger, tmp_path: Path) -> None:
     lose(ledger.path)
     ledger = Ledger(ledger.path)  # a new process
