@@ -52,29 +52,6 @@ def test_pooled_patients_of_two_sites_stay_two(tmp_path: Path) -> None:
     assert len({text.patient for texts in splits.values() for text in texts}) == 30
 
 
-@pytest.mark.parametrize(
-    ("options", "sites", "splits", "name"),
-    [
-        (Options(), ("x", "x"), ("", ""), "x"),
-        (Options(resplit=True), ("x", "x"), ("train", "test"), "x"),
-        (Options(sites=1), ("x", "y"), ("", ""), "csv-text"),
-    ],
-)
-def test_equal_texts_stay_in_one_split(
-    options: Options, sites: tuple[str, str], splits: tuple[str, str], name: str, tmp_path: Path
-) -> None:
-    """Also those that had two splits, or were at two sites that are pooled. Patients with one text stay two."""
-    rows = [
-        f"{'No acute findings.' if i % 2 else f'Fluid {i}.'};{'ab'[i // 4 % 2]};{sites[i // 2 % 2]};p{i};{splits[i // 2 % 2]}"
-        for i in range(60)
-    ]
-    import_set("csv-text", table(tmp_path / "a.csv", *rows), tmp_path / "out", options)
-    assert check_texts(tmp_path / "out" / name).problems == {}
-    found = read_texts(tmp_path / "out" / name).splits
-    assert all(found[split] for split in SPLITS)
-    assert len({text.patient for texts in found.values() for text in texts}) == 60
-
-
 def test_text_may_be_as_long_as_a_line(tmp_path: Path) -> None:
     source = table(tmp_path / "a.csv", *(f"{i}{'x' * 200_000},{'ab'[i % 2]}" for i in range(4)), head="text,label")
     assert sum(import_set("csv-text", source, tmp_path / "out")["sites"]["a"].values()) == 4

@@ -5,7 +5,7 @@ import io
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from consilium.core.errors import DataError
 from consilium.core.sanitize import first_names_text
 from consilium.data.folders import walk_folders
 from consilium.data.pairs import Pattern, compose_unicode
-from consilium.data.patients import first_linked
 from consilium.data.safe_open import MOST_CHARACTERS, check_file, check_line, open_picture, text_lines, wrap_decoding_errors
 
 NO_PATIENTS = "names no patients, so one patient's pictures may be in two splits"
@@ -178,16 +177,6 @@ def find_partner(stem: str, among: dict[str, Path], image: Path, what: str) -> P
     if len(alike) != 1:
         raise DataError(f"{image}: expected a {what} named {stem}; found none among {len(among)}; complete the set")
     return alike[0]
-
-
-def merge_groups_by_prompt(lines: Sequence[TextRecord]) -> list[TextRecord]:
-    """Return the records with groups merged that share a prompt at a site, so that splits cut by group share no prompt."""
-    prompts = [tuple(line.record.get(key, "") for key in ("instruction", "input", "text")) for line in lines]
-    first = first_linked([[(x.site, x.group), (x.site, *prompt)] for x, prompt in zip(lines, prompts, strict=True)])
-    least = dict[int, str]()
-    for line, root in zip(lines, first, strict=True):
-        least[root] = min(line.group, least.get(root, line.group))
-    return [replace(line, group=least[root]) for line, root in zip(lines, first, strict=True)]
 
 
 def csv_lines(path: Path, remedy: str) -> Iterator[str]:

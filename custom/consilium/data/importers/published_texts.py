@@ -25,11 +25,11 @@ from consilium.data.importers.base import (
     Options,
     TextRecord,
     find_files,
-    merge_groups_by_prompt,
     numbered_csv_rows,
     read_xml,
     wrong_layout,
 )
+from consilium.data.patients import first_linked
 from consilium.data.safe_open import check_line, parse_json, read_text, text_lines
 
 RESULT = "The answer is:"
@@ -164,6 +164,15 @@ def find_file(source: Path, names: Sequence[str]) -> Path | None:
         if highest:
             return highest[0]
     return None
+
+
+def merge_groups_by_prompt(lines: Sequence[TextRecord]) -> list[TextRecord]:
+    """Return the records with groups merged that share a prompt at a site, so that a prompt is never in two splits."""
+    keys = [[(x.site, x.group), (x.site, x.record.get("instruction", ""), x.record.get("input", ""))] for x in lines]
+    first, least = first_linked(keys), dict[int, str]()
+    for line, root in zip(lines, first, strict=True):
+        least[root] = min(line.group, least.get(root, line.group))
+    return [replace(line, group=least[root]) for line, root in zip(lines, first, strict=True)]
 
 
 def _make_record(instruction: str, output: str, text: str = "") -> Record:

@@ -25,7 +25,6 @@ from consilium.data.importers.base import (
     TextRecord,
     csv_lines,
     find_files,
-    merge_groups_by_prompt,
 )
 from consilium.data.importers.labels import result_of_labels
 from consilium.data.pairs import compose_unicode, role_of_name, without_ending
@@ -130,8 +129,7 @@ def read_text_table(source: Path, options: Options) -> ImportResult:
     if lost := len(rows) - len(kept):
         notes.append(f"{lost} of {len(rows)} lines without text or label are left out")
     notes += [*describe_renames(sites), *([] if "site" in named else [ONE.replace("datalist.json", "folder")])]
-    notes += [f"{kind}: {line}" for kind, line in doubtful_name_findings(counts)]
-    return ImportResult(merge_groups_by_prompt(found), sorted(counts), notes)
+    return ImportResult(found, sorted(counts), [*notes, *(f"{kind}: {line}" for kind, line in doubtful_name_findings(counts))])
 
 
 def find_table(folder: Path) -> Table | None:

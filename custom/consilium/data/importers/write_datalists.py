@@ -18,15 +18,7 @@ from consilium.core.storage import PUBLIC, clean_up_on_failure, write_atomic
 from consilium.data.class_checks import ONE_CLASS
 from consilium.data.datalist import SPLITS
 from consilium.data.folders import select_sites
-from consilium.data.importers.base import (
-    DerivedFile,
-    ImportResult,
-    Options,
-    Sample,
-    SourceSample,
-    TextRecord,
-    merge_groups_by_prompt,
-)
+from consilium.data.importers.base import DerivedFile, ImportResult, Options, Sample, SourceSample, TextRecord
 from consilium.data.patients import canonical_spelling
 from consilium.data.safe_open import absolute_path, is_encodable
 
@@ -163,10 +155,9 @@ def deal_out_patients(samples: Sequence[Sample], name: str, options: Options) ->
             if isinstance(part := getattr(sample, key, None), DerivedFile):
                 more[key] = replace(part, name=f"{sample.site}-{part.name}")
         if isinstance(sample, TextRecord) and "patient" in sample.record:
-            more["record"] = sample.record | {"patient": f"{sample.site}/{sample.record['patient']}"}
+            more["record"] = sample.record | {"patient": more["group"]}
         found.append(replace(sample, **more))
-    texts = [one for one in found if isinstance(one, TextRecord)]  # of all samples, or of none
-    return [*merge_groups_by_prompt(texts)] or found
+    return found
 
 
 def split_site(samples: Sequence[Sample], site: str, options: Options) -> dict[str, list[Sample]]:
