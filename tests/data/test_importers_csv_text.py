@@ -52,6 +52,16 @@ def test_pooled_patients_of_two_sites_stay_two(tmp_path: Path) -> None:
     assert len({text.patient for texts in splits.values() for text in texts}) == 30
 
 
+def test_equal_texts_stay_with_their_patients_and_are_counted(tmp_path: Path) -> None:
+    """Merged into one group, the normal reports of all patients would be in one split."""
+    rows = [f"{'No findings.' if i < 20 else f'Fluid {i}.'};{'ab'[i // 20]};A;p{i};" for i in range(40)]
+    found = import_set("csv-text", table(tmp_path / "a.csv", *rows), tmp_path / "out")
+    assert any(note.startswith("19 texts are there before;") for note in found["notes"])
+    splits = read_texts(tmp_path / "out/A").splits
+    assert {"a", "b"} == {text.label for text in splits["training"]}
+    assert len(splits["training"]) < 40
+
+
 def test_text_may_be_as_long_as_a_line(tmp_path: Path) -> None:
     source = table(tmp_path / "a.csv", *(f"{i}{'x' * 200_000},{'ab'[i % 2]}" for i in range(4)), head="text,label")
     assert sum(import_set("csv-text", source, tmp_path / "out")["sites"]["a"].values()) == 4

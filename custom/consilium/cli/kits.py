@@ -57,13 +57,14 @@ def revoke(
     format: FormatOption = "txt",
 ) -> None:
     """Let the server refuse all certificates of this name made until now. It takes effect at once, without a restart."""
+    relays = {one for place in sites_behind_relays(kit) for one in place.split(".")} if kit_role(kit) == "server" else set()
     until = revocation.revoke(name, kit)
     text = (
         f"{name}: certificates made until {until} are refused from now on, and running jobs go on without it. A kit made "
         f"later is valid: `consilium renew SITES_YML -o kits --only {name}`. The server does not know all names: compare "
         "this one with sites.yml"
     )
-    if name in sites_behind_relays(kit):
+    if name in relays:
         text += f". {name} is a relay: if it runs, it passes messages on until it is stopped. Stop it, or block its address"
     emit({"name": name, "until": until}, text, format)
 

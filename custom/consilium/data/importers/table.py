@@ -128,6 +128,8 @@ def read_text_table(source: Path, options: Options) -> ImportResult:
         found.append(TextRecord(sites[site], patient or f"line {row.number}", record, split))
     if lost := len(rows) - len(kept):
         notes.append(f"{lost} of {len(rows)} lines without text or label are left out")
+    if again := len(found) - len({(one.site, one.record["text"]) for one in found}):
+        notes.append(f"{again} texts are there before; equal texts of several patients may be in two splits: keep one of each")
     notes += [*describe_renames(sites), *([] if "site" in named else [ONE.replace("datalist.json", "folder")])]
     return ImportResult(found, sorted(counts), [*notes, *(f"{kind}: {line}" for kind, line in doubtful_name_findings(counts))])
 
