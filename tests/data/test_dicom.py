@@ -244,7 +244,7 @@ def test_patients_of_a_table_stay_in_one_split(tmp_path: Path) -> None:
         dicoms.save(made, tmp_path / f"{number}.dcm")
     (tmp_path / "t.csv").write_text("\n".join(["image,label", *(f"{n}.dcm,{n % 2}" for n in range(24))]))
     told = import_set("csv", tmp_path / "t.csv", tmp_path / "out", Options(test=0.5, validation=0))
-    assert told["sites"]["t"]["test"] == 16  # of three patients of each class, two are for testing; each has four files
+    assert told["sites"]["t"]["test"] == 16  # two classes, two test patients in each, four files per patient
     assert check_datalist(tmp_path / "out/t/datalist.json").problems == {}
     assert "P1" not in (tmp_path / "out/t/datalist.json").read_text()
 

@@ -189,7 +189,6 @@ def forget(
         site, root, _ = find_site_records(kit)
         if site.retention_days is None:
             raise ConfigError(f"{kit / 'local' / 'site.yaml'}: retention_days: not set, so no run is past its time; set it")
-        root = kit / STATE if kit_role(kit) == "server" else root  # a server's files are always in its kit
         names = delete_run.expired_runs(root, site.retention_days, _jobs_by_run(kit))
     found, lines, failed = [], [], ExitCode.DONE
     for name in names:

@@ -16,7 +16,7 @@ from consilium.config.site import SiteConfig, load_site
 from consilium.core.errors import ConfigError, ConsiliumError, raise_first
 from consilium.core.sanitize import count_with_noun, markdown_cell, rich_line, shown
 from consilium.core.schema import SHA256
-from consilium.federation.run_folders import STATE
+from consilium.federation.run_folders import records_folder
 from consilium.privacy.accounting import VOID
 from consilium.privacy.audit_log import FILE, read_with_epsilon
 from consilium.privacy.ledger import Ledger, accept as go_on, check_no_lost_rows, summary
@@ -45,7 +45,7 @@ def find_site_records(where: Path) -> SiteRecords:
     if not (settings.parent.parent / "startup").is_dir():  # a link to a kit's file; the site follows no link in its kit
         settings = settings.resolve()
     site = load_site(settings)
-    root = site.state or settings.parent.parent / STATE  # in the kit, beside FLARE's folders of jobs
+    root = records_folder(settings.parent.parent, site.state)
     return SiteRecords(site, root, site.privacy.ledger_in(root))
 
 

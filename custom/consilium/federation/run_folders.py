@@ -41,6 +41,14 @@ def default_run_name(job: str, job_id: str) -> str:
     return f"{job[: LENGTH - 9]}-{job_id[:8]}"
 
 
+def records_folder(kit: Path, state: Path | None) -> Path:
+    """Return the folder of a participant's runs and records: `state` of its site.yaml, by default in the kit.
+
+    A server's is always in its kit.
+    """
+    return state if state and not (kit / "startup" / "server.crt").is_file() else kit / STATE
+
+
 def all_runs(state: Path) -> list[Path]:
     """Return the folders of all runs under STATE/runs, sorted by name; [] if there are none."""
     return sorted(path for path in (state / RUNS).glob("*") if path.is_dir())

@@ -53,9 +53,10 @@ class DEeR(Strategy):
 
     def __post_init__(self) -> None:
         if not self.eliminator and (self.schedule != "100%" or self.rebalance):
-            what = "takes phases of one factor each, which there are none of with eliminator false"
             field, value = ("rebalance", "true") if self.rebalance else ("schedule", repr(self.schedule))
-            raise ConfigError(f"strategy.{field}: {value} {what}; leave it out")
+            raise ConfigError(
+                f"strategy.{field}: {value} takes phases of one factor each, and eliminator false has none; leave it out"
+            )
 
     @property
     def traits(self) -> Traits:

@@ -18,7 +18,7 @@ from consilium.config.privacy import BudgetConfig
 from consilium.config.site import SiteConfig, load_site
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.sanitize import shown
-from consilium.federation.run_folders import STATE, all_runs
+from consilium.federation.run_folders import all_runs, records_folder
 from consilium.flare.kit import heartbeat_server
 from consilium.flare.kit.certificates import days_left
 from consilium.flare.kit.connection_refusals import noted_cause
@@ -85,7 +85,7 @@ def collect_metrics(kit: Path) -> list[Sample]:
     found += [Sample("certificate_days_left", days_left(c), {"of": n}) for n, c in (("participant", own), ("root", root))]
     settings = kit / "local" / "site.yaml"
     site = load_site(settings) if settings.is_file() else SiteConfig()
-    state = kit / STATE if role == "server" else site.state or kit / STATE
+    state = records_folder(kit, site.state)
     found.append(Sample("disk_free_bytes", shutil.disk_usage(state if state.is_dir() else kit).free))
     if cause := noted_cause(kit):
         found.append(Sample("refused", 1, {"site": kit_name(kit), "cause": cause}))

@@ -27,7 +27,7 @@ from consilium.client.machine_check import (
 from consilium.config.site import SiteConfig, load_kit_site, load_site
 from consilium.core.errors import ConfigError, Reason, raise_first
 from consilium.core.sanitize import count_with_noun
-from consilium.federation.run_folders import STATE
+from consilium.federation.run_folders import records_folder
 from consilium.flare import patches
 from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter
 from consilium.flare.kit import connection_refusals
@@ -345,8 +345,8 @@ def _examine_site(kit: Path) -> Iterator[Finding]:
         yield run_check("privacy ledger", lambda: _examine_ledger(site, kit))
         # if lines are lost, the site refuses jobs with secure aggregation and without noise
         sums = "lines; none is missing that an audit record names"
-        yield run_check("ledger of sums", lambda: f"{check_and_count_lines(site.state or kit / STATE)} {sums}")
-        refused = last_refusal(kit, site.state or kit / STATE)
+        yield run_check("ledger of sums", lambda: f"{check_and_count_lines(records_folder(kit, site.state))} {sums}")
+        refused = last_refusal(kit, records_folder(kit, site.state))
         if refused and time.time() - refused["refused_at"] < REFUSED_LATELY:
             reason, advice = Reason(refused["refusal"]), "it may be mended by now; the site's log names the job and the cause"
             yield Finding("last refusal", f"{timestamp_text(refused['refused_at'])}: {reason}: {reason.meaning}", advice=advice)
@@ -378,7 +378,7 @@ def _examine_ledger(site: SiteConfig, kit: Path) -> Finding | str:
 
     Raises RefusedError if rows are lost, because then the site refuses every job.
     """
-    root = site.state or kit / STATE
+    root = records_folder(kit, site.state)
     ledger = Ledger(site.privacy.ledger_in(root))
     check_no_lost_rows(root, ledger)
     found = f"{len(ledger.seals())} rows; none is missing that an audit record names"

@@ -35,7 +35,7 @@ from consilium.core.messages import PROTOCOL
 from consilium.core.storage import read_json
 from consilium.data.text import read_site_list
 from consilium.federation.compatibility import libraries
-from consilium.federation.run_folders import REFUSAL, RUNS, STATE
+from consilium.federation.run_folders import REFUSAL, RUNS, STATE, records_folder
 from consilium.flare import patches
 from consilium.flare.kit.certificates import connection_refusal, fetch_server_certificate
 from consilium.flare.kit.connection_refusals import (
@@ -280,7 +280,7 @@ class HealthReport:
             return None
         if site.health is None:
             return None
-        state, memory = site.state or self.kit / STATE, psutil.virtual_memory()
+        state, memory = records_folder(self.kit, site.state), psutil.virtual_memory()
         found: Facts = {"disk_free": shutil.disk_usage(state if state.is_dir() else self.kit).free // STEP * STEP}
         found |= {"memory_free": memory.available // STEP * STEP, "memory": memory.total, "gpus": gpu_memory()}
         paths = [one for one in (site.datalist, *(data.datalist for data in site.datasets.values())) if one]

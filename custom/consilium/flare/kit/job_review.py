@@ -28,7 +28,7 @@ from consilium.core.messages import Kind
 from consilium.core.sanitize import count_with_noun, shown
 from consilium.core.storage import checkpoint_hash, read_json
 from consilium.federation.job_assembly import Job, assemble_job, checkpoint_of
-from consilium.federation.run_folders import STATE
+from consilium.federation.run_folders import records_folder
 from consilium.flare.job.job_context import check_federated
 from consilium.flare.kit.kit_reader import kit_name, kit_role, participant_role, private_key_path, read_settings
 from consilium.privacy.accounting import epsilon_for
@@ -167,7 +167,7 @@ def review(app: Path, kit: Path) -> Review:
     digest = approval.digest(app, config)
     job = check_federated(assemble_job(config, app / JOB), app / JOB)
     name = kit_name(kit) if kit_role(kit) == "site" else kit.resolve().name
-    identity, root, cost, refusal = _identity(config, site, kit, name), site.state or kit / STATE, None, ""
+    identity, root, cost, refusal = _identity(config, site, kit, name), records_folder(kit, site.state), None, ""
     with tempfile.TemporaryDirectory(prefix="consilium-approve-") as folder:  # for data that the job has generated
         try:
             if kit_role(kit) == "site":

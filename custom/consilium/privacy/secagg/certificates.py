@@ -188,8 +188,8 @@ def roster_keys(
 
 # simulated identities --------------------------------------------------------------------------------------------------
 # A simulation makes a root certificate and the sites' keys itself, for one run on one machine. The protocol is the
-# same as with real keys. But one machine knows the keys of all sites, so they protect nobody. They stay in the run's folder
-# until the run ends, so that a resumed run has them.
+# same as with real keys, but the masks protect nobody: one machine knows all keys. A resumed run needs the keys, so they
+# stay in the run's folder until the run ends.
 
 FOLDER = "identities"
 ROOT, SERVER = "simulation", "server"
