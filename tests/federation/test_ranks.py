@@ -19,6 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from consilium.adapters import adapter_state
+from consilium.client import data_parallel
 from consilium.client.build import build_site
 from consilium.client.client import Client
 from consilium.client.data_parallel import DataParallelGroup, JointTask, make_data_parallel_group, training_only
@@ -313,6 +314,12 @@ def dies(pipe: Any) -> None:
     os._exit(3)
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a rank that only waits be waited for as good as not at all: one that has failed has done so before."""
+    monkeypatch.setattr(data_parallel, "PATIENCE", 0.01)
+
+
 @pytest.mark.parametrize(
     ("others", "said", "told", "notes"),
     [
@@ -322,12 +329,15 @@ def dies(pipe: Any) -> None:
     ],
 )
 def test_a_failure_names_its_rank_and_ends_all(
-    others: list[Any], said: str, told: str, notes: list[str] | None, job: Job, tmp_path: Path
+    others: list[Any], said: str, told: str, notes: list[str] | None, job: Job, tmp_path: Path, impatient: None
 ) -> None:
     made = DataParallelGroup(job.config, SiteConfig(devices=("cpu",) * 3), DataList(tmp_path, {}), tmp_path)
     made.place = tmp_path / "ranks-1"
     made.place.mkdir()
     made.children = children = [ChildProcess(one, 1, get_context("fork")) for one in others]
+    for child, other in zip(children, others, strict=True):
+        assert other is not reports or child.pipe.poll(10)
+        child.process.join(10 if other is dies else 0)
     found = made.end_after_failure(OSError("the file is gone"))
     assert (str(found), found.reason) == (f"site.yaml: devices: {said}", Reason.TRAINING)
     assert found.told == (told and f"site.yaml: devices: {told}")
@@ -337,7 +347,7 @@ def test_a_failure_names_its_rank_and_ends_all(
     assert not made.place.exists()
 
 
-def test_a_step_that_fails_ends_all_ranks(job: Job, tmp_path: Path) -> None:
+def test_a_step_that_fails_ends_all_ranks(job: Job, tmp_path: Path, impatient: None) -> None:
     """In this process alone: the other rank only waits."""
     model = build_site(job, "site-1", SiteConfig(), tmp_path, lambda event: None).context.model
     for number, (error, kind, said) in enumerate(

@@ -2,7 +2,9 @@
 
 import copy
 import json
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from consilium.runtime.engine import simulate
 from consilium.runtime.side_by_side import why_one_by_one
 from consilium.training import joint_forward
 from consilium.training.joint_forward import forward_together
-from tests.conftest import Snapshot, assembled, small_cells, small_config, small_text, training_only
+from tests.conftest import Snapshot, assembled, small_cells, small_config, small_text
 
 SITES = ("a", "b", "c")
 GENERATED = {name: SiteConfig() for name in SITES}
@@ -47,15 +49,13 @@ def recorded(folder: Path, event: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["event"] == event]
 
 
-def check_equal(folder: Path) -> None:
-    """Check that two runs, in `apart` and `together`, ended alike: all tensors, and each site's final scores."""
-    one, other = states(folder / "apart"), states(folder / "together")
+def check_equal(apart: Path, together: Path) -> None:
+    """Check that two runs ended alike: all tensors, and each site's final scores."""
+    one, other = states(apart), states(together)
     assert one.keys() == other.keys()
     for name in one:
         torch.testing.assert_close(other[name], one[name], rtol=1e-4, atol=1e-5, msg=name)
-    before, after = (
-        {line["site"]: line["metrics"] for line in recorded(folder / way, "final")} for way in ("apart", "together")
-    )
+    before, after = ({line["site"]: line["metrics"] for line in recorded(run, "final")} for run in (apart, together))
     assert before.keys() == set(SITES)
     for site, scores in before.items():
         assert len(scores) > 2
@@ -67,28 +67,60 @@ def warnings(events: list[dict[str, Any]]) -> list[str]:
     return [event["text"] for event in events if event["event"] == "warning" and "--together" in event["text"]]
 
 
-def uneven(config: JobConfig, **training: Any) -> JobConfig:
-    """Return the job by SGD over two rounds, with batches that end unevenly."""
+def uneven(config: JobConfig, validation: int = 0, test: int = 1, **training: Any) -> JobConfig:
+    """Return the job by SGD over two rounds of two steps, of three samples and of one."""
     raw = config.model_dump()
     raw["training"] |= {"optimizer": "sgd", "lr": 0.05, "rounds": 2, "batch_size": 3, "local_epochs": 1} | training
-    raw["data"]["phantoms"] |= {"training": 7, "validation": 2, "test": 2}
+    raw["data"]["phantoms"] |= {"training": 4, "validation": validation, "test": test}
     return JobConfig.model_validate(raw)
 
 
-@pytest.fixture
-def joined(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """Return the sizes of the groups whose models ran at once, and whether they did so to train."""
-    passes: list[tuple[int, bool]] = []
+Passes = list[tuple[int, bool]]
 
-    def noted(calls: Any) -> Any:
+
+@contextmanager
+def noted() -> Iterator[Passes]:
+    """Give the sizes of the groups whose models run at once meanwhile, and whether they do so to train."""
+    passes: Passes = []
+
+    def run(calls: Any) -> Any:
         passes.append((len(calls), torch.is_grad_enabled()))
         return forward_together(calls)
 
-    monkeypatch.setattr(side_by_side, "forward_together", noted)
-    return passes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(side_by_side, "forward_together", run)
+        yield passes
 
 
-QUICK = [("fedit", small_cells), ("scaffold", small_text), ("fedhera", small_cells)]
+@pytest.fixture
+def joined() -> Iterator[Passes]:
+    with noted() as passes:
+        yield passes
+
+
+CELLS = uneven(small_cells("fedit"), validation=1)
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run of CELLS one by one and side by side, and of what was there of the latter in round 1."""
+    folder = tmp_path_factory.mktemp("cells")
+    snapshot = Snapshot(folder / "together", lambda event: event["event"] == "round" and event["round"] == 1)
+    with noted() as passes:
+        run(CELLS, folder / "apart", 1)
+        assert not passes
+        simulate(assembled(CELLS), GENERATED, folder / "together", snapshot, together=3)
+    assert passes.count((3, True)) == 4
+    assert passes.count((3, False)) > 4
+    snapshot.kept.rename(folder / "broken")
+    return folder
+
+
+def test_side_by_side_a_run_ends_as_one_by_one(cells: Path) -> None:
+    check_equal(cells / "apart", cells / "together")
+
+
+QUICK = [("scaffold", small_text), ("fedhera", small_cells)]
 SLOW = [
     ("fediat", small_config), ("deer", small_config), ("fedit", small_text), ("fedhera", small_text),
     ("flora", small_cells), ("frlora", small_text), ("fedprox", small_cells), ("hetlora", small_text),
@@ -99,34 +131,32 @@ SLOW = [
 
 
 @pytest.mark.parametrize(("strategy", "task"), [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)])
-def test_side_by_side_a_run_ends_as_one_by_one(
-    strategy: str, task: Any, tmp_path: Path, joined: list[tuple[int, bool]]
-) -> None:
+def test_side_by_side_other_algorithms_end_as_one_by_one(strategy: str, task: Any, tmp_path: Path, joined: Passes) -> None:
     config = uneven(task(strategy))
     run(config, tmp_path / "apart", 1)
     assert not joined
     events = run(config, tmp_path / "together", 3)
     assert not warnings(events)
-    assert joined.count((3, True)) >= 6  # of 3 steps in 2 rounds
-    check_equal(tmp_path)
+    assert joined.count((3, True)) >= 4  # of 2 steps in 2 rounds
+    check_equal(tmp_path / "apart", tmp_path / "together")
 
 
-def test_sites_with_unequal_numbers_of_steps_end_as_one_by_one(tmp_path: Path, joined: list[tuple[int, bool]]) -> None:
-    """Four, seven and ten records make 4, 6 and 8 steps in two epochs: a site that has ended leaves the others' pass."""
+def test_sites_with_unequal_numbers_of_steps_end_as_one_by_one(tmp_path: Path, joined: Passes) -> None:
+    """Two, five and eight records make 2, 4 and 6 steps in two epochs: a site that has ended leaves the others' pass."""
     config = uneven(small_cells("fedit"), rounds=1, local_epochs=2)
     spec = config.data.phantoms.model_dump() | {"seed": 0, "size": 64}
     sites = {
         name: SiteConfig(datalist=make_phantoms(tmp_path / name, site=name, **spec | {"training": count}))
-        for name, count in zip(SITES, (4, 7, 10), strict=True)
+        for name, count in zip(SITES, (2, 5, 8), strict=True)
     }
     steps: dict[str, list[int]] = {}
     for way, together in (("apart", 1), ("together", 3)):
         events = run(config, tmp_path / way, together, sites)
         assert not warnings(events)
         steps[way] = [sum(event["event"] == "step" and event["site"] == name for event in events) for name in SITES]
-    assert steps == {"apart": [4, 6, 8], "together": [4, 6, 8]}
-    assert [size for size, training in joined if training] == [3] * 4 + [2] * 2  # the last site ends alone
-    check_equal(tmp_path)
+    assert steps == {"apart": [2, 4, 6], "together": [2, 4, 6]}
+    assert [size for size, training in joined if training] == [3] * 2 + [2] * 2  # the last site ends alone
+    check_equal(tmp_path / "apart", tmp_path / "together")
 
 
 @pytest.mark.slow
@@ -146,9 +176,8 @@ def test_rounding_stays_small_over_five_rounds(training: dict[str, Any], largest
     assert max(float((other[name] - one[name]).abs().max() / one[name].abs().max()) for name in held) < largest
 
 
-def test_the_leakage_measured_is_that_of_one_by_one(tmp_path: Path, joined: list[tuple[int, bool]]) -> None:
-    raw = uneven(training_only(small_config("fediat"), test=1)).model_dump() | {"diagnostics": {"leakage": True}}
-    raw["data"]["phantoms"] |= {"training": 4, "validation": 0}
+def test_the_leakage_measured_is_that_of_one_by_one(tmp_path: Path, joined: Passes) -> None:
+    raw = uneven(small_config("fediat"), test=0).model_dump() | {"diagnostics": {"leakage": True}}
     config = JobConfig.model_validate(raw)
     run(config, tmp_path / "apart", 1)
     assert not warnings(run(config, tmp_path / "together", 3))
@@ -160,11 +189,8 @@ def test_the_leakage_measured_is_that_of_one_by_one(tmp_path: Path, joined: list
         assert other == pytest.approx(one, rel=1e-3, abs=1e-6)
 
 
-def test_where_a_model_draws_random_numbers_the_run_is_that_of_one_by_one_to_the_bit(
-    tmp_path: Path, joined: list[tuple[int, bool]]
-) -> None:
-    config = uneven(small_cells("fedit"))
-    raw = config.model_dump()
+def test_where_a_model_draws_random_numbers_the_run_is_that_of_one_by_one_to_the_bit(tmp_path: Path, joined: Passes) -> None:
+    raw = uneven(small_cells("fedit"), rounds=1).model_dump()
     raw["adapter"]["dropout"] = 0.25
     dropout = JobConfig.model_validate(raw)
     run(dropout, tmp_path / "apart", 1)
@@ -175,26 +201,6 @@ def test_where_a_model_draws_random_numbers_the_run_is_that_of_one_by_one_to_the
     one, other = states(tmp_path / "apart"), states(tmp_path / "together")
     for name in one:
         assert torch.equal(other[name], one[name]), name
-
-
-@pytest.mark.parametrize(
-    ("sections", "why"),
-    [
-        ({"privacy": {"unit": "record", "epsilon": 8.0, "delta": 1e-5}}, "a gradient of each record"),
-        ({"strategy": {"name": "feddbe"}}, "looks into each site's model"),
-        ({"strategy": {"name": "fedala"}}, "reads gradients before it trains"),
-        (
-            small_config().model_dump() | {"adapter": {"kind": "bottleneck", "width": 4}, "strategy": {"name": "fedit"}},
-            "with hooks",
-        ),
-    ],
-)
-def test_what_needs_a_site_alone_is_run_one_by_one_and_said(
-    sections: dict[str, Any], why: str, tmp_path: Path, joined: list[tuple[int, bool]]
-) -> None:
-    config = JobConfig.model_validate(uneven(small_cells("fedit"), rounds=1).model_dump() | sections)
-    assert [why in text for text in warnings(run(config, tmp_path, 3))] == [True]
-    assert not joined
 
 
 QWEN = {"name": "vision_language", "variant": "folder", "checkpoint": "folder", "config": {"model_type": "qwen2_5_vl"}}
@@ -229,9 +235,8 @@ def test_a_job_that_needs_its_sites_alone_is_known_beforehand(base: Any, changes
 
 
 def test_a_site_that_fails_amid_a_step_is_refused_and_the_others_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: list[tuple[int, bool]]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: Passes
 ) -> None:
-    config = uneven(small_cells("fedit"))
     real, calls = side_by_side.SideBySide._backward, []
 
     def failing(self: side_by_side.SideBySide, loss: torch.Tensor) -> None:
@@ -241,41 +246,33 @@ def test_a_site_that_fails_amid_a_step_is_refused_and_the_others_go_on(
         real(self, loss)
 
     monkeypatch.setattr(side_by_side.SideBySide, "_backward", failing)
-    events = run(config, tmp_path, 3)
+    events = run(uneven(small_cells("fedit"), rounds=1), tmp_path, 3)
     assert [event["site"] for event in events if event["event"] == "refused"] == ["b"]
-    assert joined.count((2, True)) >= 2  # the rest of that round
+    assert joined.count((2, True)) == 1  # the rest of the round
     assert len(recorded(tmp_path, "final")) == len(SITES)
 
 
-def test_a_run_that_is_stopped_ends_its_sites_and_goes_on_to_the_same_end(tmp_path: Path) -> None:
-    config = uneven(small_cells("fedit"))
-    snapshot = Snapshot(tmp_path / "run", lambda event: event["event"] == "round" and event["round"] == 1)
-    sites = {name: SiteConfig() for name in SITES}
-    simulate(assembled(config), sites, tmp_path / "run", snapshot, together=3)
-    whole = snapshot.restore()
+def test_a_run_that_is_stopped_ends_its_sites_and_goes_on_to_the_same_end(cells: Path, tmp_path: Path) -> None:
+    shutil.copytree(cells / "broken", tmp_path / "run")
 
     def interrupted(event: Any) -> None:
         if event["event"] == "step" and event["round"] == 1 and event["site"] == "b":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        simulate(assembled(config), sites, tmp_path / "run", interrupted, resume=True, together=3)
+        simulate(assembled(CELLS), GENERATED, tmp_path / "run", interrupted, resume=True, together=3)
     seen: list[dict[str, Any]] = []
-    simulate(assembled(config), sites, tmp_path / "run", seen.append, resume=True, together=3)
+    simulate(assembled(CELLS), GENERATED, tmp_path / "run", seen.append, resume=True, together=3)
     trained = {event["site"] for event in seen if event["event"] == "step"}
     assert trained == set(SITES)  # had one stored its result before, the others would train in a smaller pass
-    one, other = states(whole), states(tmp_path / "run")
+    one, other = states(cells / "together"), states(tmp_path / "run")
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
-def test_groups_smaller_than_the_federation_give_the_same_run(tmp_path: Path, joined: list[tuple[int, bool]]) -> None:
-    config = uneven(small_cells("fedit"), rounds=1)
-    run(config, tmp_path / "apart", 1)
-    run(config, tmp_path / "two", 2)
+def test_groups_smaller_than_the_federation_give_the_same_run(cells: Path, tmp_path: Path, joined: Passes) -> None:
+    run(CELLS, tmp_path, 2)
     assert {size for size, _ in joined} == {2}
-    one, other = states(tmp_path / "apart"), states(tmp_path / "two")
-    for name in one:
-        torch.testing.assert_close(other[name], one[name], rtol=1e-4, atol=1e-5, msg=name)
+    check_equal(cells / "apart", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -288,19 +285,19 @@ def test_groups_smaller_than_the_federation_give_the_same_run(tmp_path: Path, jo
         ),
         (small_config, {"adapter": {"kind": "bottleneck", "width": 4}}, "with hooks"),
         (small_cells, {"adapter": {"dora": True}}, "DoraLinearLayer"),
-        (small_cells, {"training": {"gradient_checkpointing": True}}, "gradient_checkpointing"),
+        (small_cells, {"training": {"gradient_checkpointing": True}}, "gradient_checkpointing"),  # known beforehand
     ],
 )
 def test_a_model_whose_sites_cannot_share_a_pass_runs_one_by_one(
-    base: Any, changes: dict[str, dict[str, Any]], why: str, tmp_path: Path
+    base: Any, changes: dict[str, dict[str, Any]], why: str, tmp_path: Path, joined: Passes
 ) -> None:
-    raw = uneven(base("fedit"), rounds=1).model_dump()
+    raw = uneven(base("fedit"), test=0, rounds=1).model_dump()
     for section, values in changes.items():
         raw[section] = values if "kind" in values else raw[section] | values
-    raw["data"]["phantoms"] |= {"training": 4, "validation": 0, "test": 1}
     config = JobConfig.model_validate(raw)
     run(config, tmp_path / "apart", 1)
     assert [why in text for text in warnings(run(config, tmp_path / "together", 3))] == [True]
+    assert not joined
     one, other = states(tmp_path / "apart"), states(tmp_path / "together")
     assert all(torch.equal(one[name], other[name]) for name in one)
 

@@ -52,6 +52,9 @@ from consilium.training.sharding import leave_world, register_gather_hooks, shar
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+PATIENCE = 1.0
+"""Seconds to wait for what a rank has to say of a failure, and for its end."""
+
 
 class DataParallelGroup:
     """The other ranks of a site, one per further device.
@@ -226,10 +229,10 @@ def rank_error(who: str, failure: ConsiliumError) -> ConsiliumError:
 def _failure_of(child: ChildProcess) -> ConsiliumError | None:
     """Return why a rank failed, None if it did not fail. The other ranks only wait, and report nothing."""
     with suppress(EOFError, OSError):
-        while child.pipe.poll(1):
+        while child.pipe.poll(PATIENCE):
             if isinstance(found := receive(child.pipe), ConsiliumError):
                 return found
-    child.process.join(1)
+    child.process.join(PATIENCE)
     code = child.process.exitcode
     return None if code is None else ConsiliumError(exit_reason(code))
 
