@@ -20,7 +20,6 @@ from consilium.core.storage import load_state
 from consilium.data import disk_cache as cache_folder
 from consilium.data.datalist import DataList, Loading
 from consilium.data.text import Text
-from consilium.federation.job_assembly import assemble_job
 from consilium.privacy.dpsgd import DpSgd
 from consilium.report.results_table import results_table
 from consilium.report.tables import terminal_table
@@ -28,12 +27,12 @@ from consilium.runtime.engine import simulate
 from consilium.tasks.registry import TASKS
 from consilium.tasks.report import ReportConfig
 from consilium.training.loop import train
-from tests.conftest import small_config
+from tests.conftest import assembled, small_config
 from tests.data.storing import break_pixels, make_site
 
 
 def config(**training: Any) -> JobConfig:
-    return small_config("fedit", **{"rounds": 1} | training)
+    return small_config("fedit", **{"rounds": 1, "local_steps": 2} | training)
 
 
 def quiet(event: Mapping[str, Any]) -> None:
@@ -60,7 +59,7 @@ def test_refusing_ends_the_job_there_with_the_file_named_in_its_own_log_only(tmp
     one, two = site(tmp_path / "a"), site(tmp_path / "b")
     header(tmp_path / "a", 1)
     with pytest.raises(DataError, match=r"Muster_Erika_training_1\.png: .*cannot be read"):
-        simulate(assemble_job(config()), {"a": one, "b": two}, tmp_path / "run", quiet)
+        simulate(assembled(config()), {"a": one, "b": two}, tmp_path / "run", quiet)
 
 
 def test_pixels_that_fail_later_refuse_the_round_of_that_site(tmp_path: Path) -> None:
@@ -68,7 +67,7 @@ def test_pixels_that_fail_later_refuse_the_round_of_that_site(tmp_path: Path) ->
     pixels(tmp_path / "a", 1)
     events: list[Mapping[str, Any]] = []
     with pytest.raises(ConsiliumError, match=r"1 of 2 results"):
-        simulate(assemble_job(config()), {"a": one, "b": two}, tmp_path / "run", events.append)
+        simulate(assembled(config()), {"a": one, "b": two}, tmp_path / "run", events.append)
     refused = [event for event in events if event["event"] == "refused"]
     assert [event["site"] for event in refused] == ["a"]
     assert "Muster_Erika_training_1.png: image cannot be read" in refused[0]["reason"]
@@ -77,7 +76,7 @@ def test_pixels_that_fail_later_refuse_the_round_of_that_site(tmp_path: Path) ->
 @pytest.mark.parametrize("privacy", [{"unit": "site", "epsilon": 3, "clip": 0.5}, {"unit": "record", "epsilon": 3}])
 def test_a_private_job_decodes_every_picture_before_anything_is_paid(privacy: dict, tmp_path: Path) -> None:
     """Pixels that fail amid a round would cost what the round costs."""
-    job = assemble_job(JobConfig.model_validate(config().model_dump() | {"privacy": privacy}))
+    job = assembled(JobConfig.model_validate(config().model_dump() | {"privacy": privacy}))
     refuses, skips = site(tmp_path / "a"), site(tmp_path / "b", bad_samples="skip")
     pixels(tmp_path / "a", 1)
     pixels(tmp_path / "b", 1)
@@ -89,7 +88,7 @@ def test_a_private_job_decodes_every_picture_before_anything_is_paid(privacy: di
         pixels(tmp_path / "b", index)
     with pytest.raises(DataError, match="no training sample"):
         build_site(job, "b", skips, tmp_path / "run", quiet)
-    assert build_site(assemble_job(config()), "a", refuses, tmp_path / "run", quiet).context.task.num_samples == 5
+    assert build_site(assembled(config()), "a", refuses, tmp_path / "run", quiet).context.task.num_samples == 5
 
 
 def test_an_entry_without_its_file_is_left_out_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -120,7 +119,7 @@ def test_guard_and_task_count_what_is_left(tmp_path: Path) -> None:
     settings = site(tmp_path / "a", bad_samples="skip")
     header(tmp_path / "a", 1)
     pixels(tmp_path / "a", 2)
-    job, folder = assemble_job(config()), tmp_path / "run"
+    job, folder = assembled(config()), tmp_path / "run"
     data = load_site_data(job.config, "a", settings, folder)
     guard = build_guard(job, "a", settings, folder, folder, quiet, data=data)
     header(tmp_path / "a", 3)  # what is found once holds for both
@@ -130,12 +129,12 @@ def test_guard_and_task_count_what_is_left(tmp_path: Path) -> None:
 
 def test_skipping_trains_as_if_the_sample_were_not_there(tmp_path: Path) -> None:
     """Of five samples the last has no header, so indices, and with them draws, are those of a list of four."""
-    bad, good = site(tmp_path / "a", bad_samples="skip", workers=2), site(tmp_path / "b")
+    bad, good = site(tmp_path / "a", test=0, bad_samples="skip", workers=2), site(tmp_path / "b", test=0)
     header(tmp_path / "a", 4)
     runs = [tmp_path / "bad", tmp_path / "good"]
-    simulate(assemble_job(config()), {"a": bad, "b": good}, runs[0], quiet)
-    whole = site(tmp_path / "c", training=4)
-    simulate(assemble_job(config()), {"a": whole, "b": good}, runs[1], quiet)
+    simulate(assembled(config()), {"a": bad, "b": good}, runs[0], quiet)
+    whole = site(tmp_path / "c", training=4, test=0)
+    simulate(assembled(config()), {"a": whole, "b": good}, runs[1], quiet)
     found, expected = map(tensors, runs)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     results = closing(runs[0])
@@ -157,25 +156,26 @@ def shown(results: Mapping[str, Mapping[str, float]]) -> list[str]:
 
 
 def test_what_is_left_out_is_not_told_where_scores_stay_at_the_site(tmp_path: Path) -> None:
-    bad = site(tmp_path / "a", bad_samples="skip", share_metrics=False)
+    bad, good = site(tmp_path / "a", test=0, bad_samples="skip", share_metrics=False), site(tmp_path / "b", test=0)
     header(tmp_path / "a", 4)
-    simulate(assemble_job(config(local_steps=1)), {"a": bad, "b": site(tmp_path / "b")}, tmp_path / "run", quiet)
+    simulate(assembled(config(local_steps=1)), {"a": bad, "b": good}, tmp_path / "run", quiet)
     assert closing(tmp_path / "run")["a"] == {}
 
 
 def test_a_resumed_run_leaves_out_the_same(tmp_path: Path) -> None:
     sites = {"a": site(tmp_path / "a", test=0, bad_samples="skip", workers=2), "b": site(tmp_path / "b", test=0)}
     pixels(tmp_path / "a", 3)
-    simulate(assemble_job(config(rounds=2)), sites, tmp_path / "whole", quiet)
+    job = assembled(config(rounds=2, local_steps=1))
+    simulate(job, sites, tmp_path / "whole", quiet)
 
     def stop(event: Mapping[str, Any]) -> None:
         if event["event"] == "step" and event["round"] == 1:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        simulate(assemble_job(config(rounds=2)), sites, tmp_path / "parts", stop)
+        simulate(job, sites, tmp_path / "parts", stop)
     assert (tmp_path / "parts" / "sites" / "a" / cache_folder.FOLDER).is_dir()
-    simulate(assemble_job(config(rounds=2)), sites, tmp_path / "parts", quiet, resume=True)
+    simulate(job, sites, tmp_path / "parts", quiet, resume=True)
     found, expected = tensors(tmp_path / "parts"), tensors(tmp_path / "whole")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert not list(tmp_path.glob(f"*/sites/*/{cache_folder.FOLDER}"))
@@ -187,14 +187,14 @@ def test_all_pixels_bad_ends_in_one_line(tmp_path: Path) -> None:
         pixels(tmp_path / "a", index)
     events: list[Mapping[str, Any]] = []
     with pytest.raises(ConsiliumError, match="1 of 2 results"):
-        simulate(assemble_job(config()), {"a": settings, "b": site(tmp_path / "b")}, tmp_path / "run", events.append)
+        simulate(assembled(config()), {"a": settings, "b": site(tmp_path / "b")}, tmp_path / "run", events.append)
     reasons = [event["reason"] for event in events if event["event"] == "refused"]
     assert reasons == ["no training sample can be read; see the site's log, and repair the data"]
 
 
 def test_record_level_noise_is_the_same_and_the_lost_record_adds_nothing(tmp_path: Path) -> None:
     """With every record lost the update is noise alone: that of a site whose whole gradient is 0, by the same seed."""
-    job = assemble_job(config())
+    job = assembled(config())
     ends = []
     for lost in (range(5), range(4), ()):
         folder = tmp_path / str(len(ends))
@@ -219,7 +219,7 @@ def _sgd(job: JobConfig) -> Any:
 
 
 def _params(made: Any) -> dict[str, torch.Tensor]:
-    adapter_state.load(made.context.model, assemble_job(config()).initial)
+    adapter_state.load(made.context.model, assembled(config()).initial)
     return adapter_state.tensors(made.context.model)
 
 
@@ -236,7 +236,7 @@ def test_a_run_is_the_same_with_any_loading_and_leaves_no_pictures_in_its_folder
         ({"workers": 0, "cache": CacheConfig(gigabytes=0)}, {"workers": 3}, {"cache": CacheConfig(folder=tmp_path / "kept")})
     ):
         sites = {name: site(tmp_path / name, **settings) for name in ("a", "b")}
-        simulate(assemble_job(config()), sites, tmp_path / f"run-{index}", quiet)
+        simulate(assembled(config()), sites, tmp_path / f"run-{index}", quiet)
         ends.append(tensors(tmp_path / f"run-{index}"))
         assert not list((tmp_path / f"run-{index}").rglob(cache_folder.FOLDER))
     assert all(torch.equal(end[name], ends[0][name]) for end in ends for name in ends[0])
@@ -256,7 +256,7 @@ def scored(folder: Path, **validate: Any) -> tuple[list[set[str]], dict[str, tor
     events: list[Mapping[str, Any]] = []
     settings = config(rounds=3, local_steps=1).model_dump(mode="json")
     settings["training"]["validate"] = validate
-    simulate(assemble_job(JobConfig.model_validate(settings)), sites, folder / "run", events.append)
+    simulate(assembled(JobConfig.model_validate(settings)), sites, folder / "run", events.append)
     rounds = [e["metrics"] for e in events if e["event"] == "metrics" and e["site"] == "a" and "train/loss" in e["metrics"]]
     stages = [{name.split("/")[1] for name in metrics if name.startswith("validation/")} for metrics in rounds]
     return stages, tensors(folder / "run"), closing(folder / "run")["a"]

@@ -14,7 +14,7 @@ from consilium.runtime.engine import simulate
 from tests.conftest import small_config, training_only
 from tests.data.storing import make_site
 
-LENGTHS = {"epochs": {"local_epochs": 1}, "steps": {"local_steps": 2}}
+LENGTHS = {"epochs": {"local_epochs": 1}, "steps": {"local_steps": 1}}
 DISTRIBUTED = {"secure_aggregation": {"colluders": 1}, "federation": {"min_sites": 3}}
 
 
@@ -38,7 +38,7 @@ def sites(folder: Path, count: int) -> dict[str, SiteConfig]:
         ("fediat", "epochs", "local"),
         pytest.param("deer", "epochs", "local", marks=pytest.mark.slow),
         pytest.param("fedala", "steps", "local", marks=pytest.mark.slow),
-        ("feddbe", "steps", "local"),
+        pytest.param("feddbe", "steps", "local", marks=pytest.mark.slow),
         pytest.param("fedit", "steps", "distributed", marks=pytest.mark.slow),
     ],
 )

@@ -119,7 +119,7 @@ def test_generated_data_say_their_own_size() -> None:
     [
         {"adapter": {"kind": "bottleneck", "decoder": "keep"}, "strategy": "fedsca"},
         {"adapter": {"kind": "full"}, "model": {"name": "unet", "variant": "unet", "image_size": 32, "width": 2}},
-        {"adapter": {"kind": "dual_rank", "rank": 4}, "strategy": "fedhera"},
+        pytest.param({"adapter": {"kind": "dual_rank", "rank": 4}, "strategy": "fedhera"}, marks=pytest.mark.slow),
         {"strategy": "feddpa"},
     ],
 )

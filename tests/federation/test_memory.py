@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,12 @@ def _job(kind: str, batch: int, precision: str = "fp32", **model: Any) -> JobCon
     return JobConfig.model_validate(raw)
 
 
+@cache
+def _memory(kind: str, **model: Any) -> StepMemory:
+    """Return what a step of eight samples is predicted to take."""
+    return memory_of(assemble_job(_job(kind, 8, **model)))
+
+
 def _profiled(config: JobConfig, units: Sequence[int] = ()) -> int:
     """Return the most bytes that a real step allocates over what was there, as PyTorch's profiler has counted them.
 
@@ -63,14 +70,20 @@ def _profiled(config: JobConfig, units: Sequence[int] = ()) -> int:
 
 @pytest.mark.parametrize("kind", [pytest.param("sam", marks=pytest.mark.slow), "clip", "causal_lm"])
 def test_the_prediction_is_within_a_tenth_of_a_real_step(kind: str) -> None:
-    config = _job(kind, 8)
-    found = memory_of(assemble_job(config))
+    config, found = _job(kind, 8), _memory(kind)
     gradients = 4 * sum(t.numel() for t in adapter_state.tensors(build_model(config, SiteConfig())).values())
     assert found.activations + gradients == pytest.approx(_profiled(config), rel=0.1)
 
 
-@pytest.mark.parametrize("kind", ["lora", "full"])
-@pytest.mark.parametrize(("privacy", "samples"), [({"unit": "record"}, 1), ({"unit": "patient", "per_patient": 3}, 3)])
+@pytest.mark.parametrize(
+    ("kind", "privacy", "samples"),
+    [
+        ("lora", {"unit": "patient", "per_patient": 3}, 3),
+        ("full", {"unit": "record"}, 1),
+        pytest.param("lora", {"unit": "record"}, 1, marks=pytest.mark.slow),
+        pytest.param("full", {"unit": "patient", "per_patient": 3}, 3, marks=pytest.mark.slow),
+    ],
+)
 def test_a_step_of_dp_sgd_is_predicted_as_one_unit_at_a_time(kind: str, privacy: dict[str, Any], samples: int) -> None:
     raw = _job("causal_lm", 8).model_dump() | {"adapter": {"kind": kind}, "privacy": privacy | {"epsilon": 8.0}}
     config = JobConfig.model_validate(raw)
@@ -141,11 +154,10 @@ def test_auto_is_bf16_on_a_gpu_alone_and_never_under_dp_sgd(
 
 def test_the_parts_are_what_they_are_called() -> None:
     """Of the model's own numbers: 4 bytes each of the base, 4 times 4 of each that trains under Adam."""
-    config = _job("clip", 1)
+    config, found = _job("clip", 8), _memory("clip")
     model = build_model(config, SiteConfig())
     own = sum(t.numel() for t in adapter_state.tensors(model).values())
     whole = sum(t.numel() for t in (*model.parameters(), *model.buffers()) if t.is_floating_point())
-    found = memory_of(assemble_job(config))
     assert found.trained == 16 * own
     assert found.base == pytest.approx(4 * (whole - own), rel=0.01)
 
@@ -161,7 +173,7 @@ def test_what_is_said_to_take_less_does() -> None:
 @pytest.mark.parametrize(("dtype", "bits"), [("nf4", 4.5), ("int8", 8 + 32 / 128)])
 def test_a_quantized_base_takes_what_its_definition_says(dtype: str, bits: float) -> None:
     """Layers of 128 x 128 and 128 x 512: 4 bits and 32 for every 64 numbers, or 8 and 32 a row of 128 (256 in the MLP)."""
-    whole, packed = (memory_of(assemble_job(_job("causal_lm", 1, dtype=kind))) for kind in ("fp32", dtype))
+    whole, packed = _memory("causal_lm"), _memory("causal_lm", dtype=dtype)
     model = build_model(_job("causal_lm", 1), SiteConfig())
     numbers = sum(p.numel() for p in (m.weight for m in frozen_linear(model, adapter_state.tensors(model).values())))
     assert whole.base - packed.base == pytest.approx(numbers * (32 - bits) / 8, rel=0.01)
@@ -221,8 +233,7 @@ def test_instructions_for_bf16_are_asked_of_the_own_kind_of_processor(
 
 def test_on_a_cpu_the_process_is_counted_and_activations_are_those_of_32_bits() -> None:
     """`auto` computes in bfloat16 on a GPU alone. The measured constants are added to the bytes of a step."""
-    whole = memory_of(assemble_job(_job("causal_lm", 4)))
-    found = memory_of(assemble_job(_job("causal_lm", 4, "auto")), gpu=False)
+    whole, found = _memory("causal_lm"), memory_of(assemble_job(_job("causal_lm", 8, "auto")), gpu=False)
     assert (found.base, found.trained) == (whole.base, whole.trained)
     assert found.activations == pytest.approx(1.33 * whole.activations, abs=1)
     assert found.peak == found.base + found.trained + found.activations + 434 * 2**20

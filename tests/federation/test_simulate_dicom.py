@@ -1,6 +1,7 @@
 """A run on DICOM hospitals learns, and leaves nothing behind that says whose pictures it saw."""
 
 import json
+import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,17 +22,24 @@ from tests.conftest import small_config
 from tests.data.marked import MARK, holding, hospitals
 
 
-def job(**training: Any) -> JobConfig:
-    raw = small_config("fedit", rounds=1, **training).model_dump()
+def job(steps: int = 1) -> JobConfig:
+    raw = small_config("fedit", rounds=1, local_steps=steps, validate={"stages": []}).model_dump()
     raw["data"] = {}
     raw["task"] = {"name": "segmentation", "classes": {"organ": [1, 2], "lesion": [2]}, "slices": {"axis": "axial", "every": 2}}
     return JobConfig.model_validate(raw)
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    hospitals(folder := tmp_path_factory.mktemp("hospitals") / "data")
+    return folder
+
+
 @pytest.fixture
-def data(tmp_path: Path) -> dict[str, Path]:
+def data(made: Path, tmp_path: Path) -> dict[str, Path]:
     """The lists of marked hospitals in `tmp_path / "data"`."""
-    return hospitals(tmp_path / "data")
+    shutil.copytree(made, tmp_path / "data")
+    return {path.parent.name: path for path in sorted((tmp_path / "data").glob("*/datalist.json"))}
 
 
 def test_a_run_on_dicom_learns_and_leaves_no_identifier(
@@ -43,7 +51,7 @@ def test_a_run_on_dicom_learns_and_leaves_no_identifier(
     sites = {name: SiteConfig(datalist=path) for name, path in data.items()}
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        simulate(assemble_job(job(local_steps=1, validate={"stages": []})), sites, tmp_path / "run", seen.append)
+        simulate(assemble_job(job()), sites, tmp_path / "run", seen.append)
     results = json.loads((tmp_path / "run/results.json").read_text())
     assert results.keys() == sites.keys()
     assert all(0 <= r["test/global/dice"] <= 1 for r in results.values())
@@ -62,7 +70,7 @@ def test_a_broken_file_stops_a_site_without_its_patients_name(
     seen: list[Mapping[str, Any]] = []
     sites = {name: SiteConfig(datalist=path) for name, path in data.items()}
     with pytest.raises(ConsiliumError, match="1 of 2 results") as raised:
-        simulate(assemble_job(job()), sites, tmp_path / "run", seen.append)
+        simulate(assemble_job(job(3)), sites, tmp_path / "run", seen.append)
     assert "its pixels end early" in next(event["reason"] for event in seen if event["event"] == "refused")
     found = json.dumps(check_datalist(data["site-2"]).to_dict())
     said = "".join([str(raised.value), found, caplog.text, *capfd.readouterr(), *map(repr, seen)])

@@ -27,7 +27,7 @@ def quiet(event: Mapping[str, Any]) -> None:
 
 
 def test_the_tiny_lm_learns_and_its_adapter_loads_with_plain_peft(tmp_path: Path) -> None:
-    simulate(assemble_job(small_text("fedit", rounds=2, lr=1e-2, batch_size=4, local_steps=12)), SITES, tmp_path, quiet)
+    simulate(assemble_job(small_text("fedit", rounds=1, lr=2e-2, batch_size=4, local_steps=6)), SITES, tmp_path, quiet)
     results = json.loads((tmp_path / "results.json").read_text())
     mean = {k: sum(r[f"test/{k}"] for r in results.values()) / len(results) for k in ("pretrained/loss", "global/loss")}
     assert mean["global/loss"] < 0.6 * mean["pretrained/loss"]

@@ -23,13 +23,20 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError, Reason, RefusedError
 from consilium.core.messages import HELD_OUT, Payload, SiteInfo
 from consilium.core.storage import load_state
-from consilium.federation.job_assembly import Job, assemble_job
+from consilium.federation.job_assembly import Job
 from consilium.federation.saved_model import read_adapter_folder, read_best
 from consilium.report import predictions
 from consilium.strategies.strategy import Role
-from tests.conftest import small_config, training_only
+from tests.conftest import assembled, small_config, training_only
 
 MakeJob = Callable[..., Job]
+UNSCORED: dict[str, Any] = {"validate": {"stages": []}}
+
+
+@pytest.fixture
+def small_job() -> MakeJob:
+    """Return a maker of small jobs whose rounds are one step."""
+    return lambda strategy="fediat", **training: assembled(small_config(strategy, **{"local_steps": 1} | training))
 
 
 def make_site(job: Job, folder: Path, **options: object) -> Client:
@@ -57,7 +64,7 @@ def test_a_round_uploads_the_shared_update_and_keeps_the_rest(small_job: MakeJob
 
 
 def test_the_handshake_has_the_checkpoints_hash(small_job: MakeJob, tmp_path: Path) -> None:
-    site = make_site(small_job(), tmp_path)
+    site = make_site(small_job(**UNSCORED), tmp_path)
     assert site.hello("run").checkpoint == ""  # the tiny model's weights are the package's
     site.context.checkpoint = tmp_path / "base.pth"
     site.context.checkpoint.write_bytes(b"weights")
@@ -75,7 +82,7 @@ def test_a_replayed_payload_trains_once_and_gets_the_same_bytes(small_job: MakeJ
 
 
 def test_a_stale_payload_is_refused(small_job: MakeJob, tmp_path: Path) -> None:
-    job = small_job()
+    job = small_job(**UNSCORED)
     site = make_site(job, tmp_path)
     site.train("run", payload(job, round=3))
     with pytest.raises(RefusedError, match="round 2 phase 0 is stale") as refusal:
@@ -85,7 +92,7 @@ def test_a_stale_payload_is_refused(small_job: MakeJob, tmp_path: Path) -> None:
 
 def test_on_a_full_disk_a_round_is_refused_for_that_and_done_with_room_again(small_job: MakeJob, tmp_path: Path) -> None:
     """`error` was the word, for which a private job paid a release each time."""
-    job = small_job()
+    job = small_job(**UNSCORED)
     site = make_site(job, tmp_path)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with (
@@ -114,19 +121,19 @@ def test_private_factors_survive_a_new_process(joined: bool, small_job: MakeJob,
 
 
 def test_a_kept_optimizer_goes_on_in_a_new_process_and_never_leaves(small_job: MakeJob, tmp_path: Path) -> None:
-    job = small_job("fedit", optimizer_state="kept", local_steps=1, validate={"stages": []})
+    job = small_job("fedit", optimizer_state="kept", **UNSCORED)
     whole, replies = make_site(job, tmp_path / "whole"), []
     for folder, one in (("whole", whole), ("broken", None)):
-        for round in range(3):
+        for round in range(2):
             site = one or make_site(job, tmp_path / folder)
             reply = site.train("run", payload(job, joined=round > 0, round=round))
             site.train("run", payload(job, joined=round > 0, round=round))  # a replay trains nothing
         replies.append(reply.tensors)
     kept, _ = load_state(tmp_path / "broken" / "run" / "state.safetensors")
-    assert {float(t) for name, t in kept.items() if name.startswith("optimizer/") and name.endswith("/step")} == {3.0}
+    assert {float(t) for name, t in kept.items() if name.startswith("optimizer/") and name.endswith("/step")} == {2.0}
     assert all(torch.equal(t, replies[1][name]) for name, t in replies[0].items())
-    assert replies[0].keys() == set(job.strategy.names(job.initial, Role.SHARED, 2, 0))
-    fresh = small_job("fedit", local_steps=1, validate={"stages": []})
+    assert replies[0].keys() == set(job.strategy.names(job.initial, Role.SHARED, 1, 0))
+    fresh = small_job("fedit", **UNSCORED)
     site = make_site(fresh, tmp_path / "fresh")
     site.train("run", payload(fresh))
     assert not any(name.startswith("optimizer/") for name in load_state(tmp_path / "fresh" / "run" / "state.safetensors")[0])
@@ -147,7 +154,7 @@ def test_a_metric_that_is_no_number_is_named(small_job: MakeJob, tmp_path: Path)
 
 
 def test_a_new_run_never_meets_an_old_runs_tensors(small_job: MakeJob, tmp_path: Path) -> None:
-    job = small_job()
+    job = small_job(**UNSCORED)
     site = make_site(job, tmp_path)
     site.train("one", payload(job, round=5))
     assert not site.hello("two").joined
@@ -155,13 +162,13 @@ def test_a_new_run_never_meets_an_old_runs_tensors(small_job: MakeJob, tmp_path:
 
 
 def test_lost_state_is_a_clear_error(small_job: MakeJob, tmp_path: Path) -> None:
-    job = small_job()
+    job = small_job(**UNSCORED)
     with pytest.raises(CheckpointError, match="the site's state is lost"):
         make_site(job, tmp_path).train("run", payload(job, joined=True))
 
 
 def test_a_stop_in_training_saves_and_sends_nothing(small_job: MakeJob, tmp_path: Path) -> None:
-    job = small_job()
+    job = small_job(**UNSCORED)
     site = make_site(job, tmp_path)
 
     def stop() -> None:
@@ -185,7 +192,7 @@ def test_evaluation_reports_three_models_and_exports_an_adapter(small_job: MakeJ
 @pytest.mark.parametrize("strategy", ["fedit", {"name": "feddpa", "variant": "F"}, {"name": "feddpa", "variant": "T"}])
 def test_each_models_learning_curve_has_its_end(strategy: str | dict[str, Any], small_job: MakeJob, tmp_path: Path) -> None:
     """The personalized model's, too, if it is made after the last round."""
-    job = small_job(strategy, local_steps=1)
+    job = small_job(strategy)
     site = make_site(job, tmp_path)
     site.train("run", payload(job))
     found = site.evaluate("run", payload(job, joined=True, round=1)).metrics
@@ -193,7 +200,7 @@ def test_each_models_learning_curve_has_its_end(strategy: str | dict[str, Any], 
 
 
 def test_the_best_model_is_that_of_the_round_whose_score_no_later_one_reaches(small_job: MakeJob, tmp_path: Path) -> None:
-    job = small_job("fedit", local_steps=1)
+    job = small_job("fedit")
     site, sent = make_site(job, tmp_path), payload(job)
     scores = iter([0.9, 0.7, *[0.2] * 9])  # of the model as it came in round 0, of the trained one, of all later ones
     site.context.task.evaluate = lambda *given: dict.fromkeys(("dice", "iou"), next(scores))
@@ -222,8 +229,8 @@ def test_a_card_says_which_model_no_noise_covers_and_tells_no_count_of_a_private
     unit: str | None, strategy: Any, held_back: set[str], tmp_path: Path
 ) -> None:
     privacy = unit and {"unit": unit, "noise_multiplier": 1.0, "clip": 1.0}
-    config = small_config(strategy, local_steps=1, validate={"stages": []})
-    job = assemble_job(JobConfig.model_validate(config.model_dump() | {"privacy": privacy}))
+    config = small_config(strategy, local_steps=1, **UNSCORED)
+    job = assembled(JobConfig.model_validate(config.model_dump() | {"privacy": privacy}))
     site, sent = make_site(job, tmp_path), payload(job)
     site.train("run", sent)
     site.evaluate("run", replace(sent, round=2))
@@ -237,11 +244,11 @@ def test_a_card_says_which_model_no_noise_covers_and_tells_no_count_of_a_private
 
 
 def on_two_pictures(**training: Any) -> Job:
-    return assemble_job(training_only(small_config(**training), test=2))
+    return assembled(training_only(small_config(**training), test=2))
 
 
 def test_the_picture_of_predictions_stays_and_changes_no_number(tmp_path: Path) -> None:
-    job, found = on_two_pictures(), {}
+    job, found = on_two_pictures(local_steps=1), {}
     for shown in (True, False):
         site = make_site(job, tmp_path / str(shown))
         site.train("run", payload(job))
@@ -313,7 +320,7 @@ def test_a_site_that_starts_anew_every_round_goes_on_with_its_mixing_weights(sma
 @pytest.mark.parametrize("name", ["image_encoder.nothing", None])
 def test_a_correction_that_fits_no_tensor_is_refused(name: str | None, small_job: MakeJob, tmp_path: Path) -> None:
     """Of a name that the model lacks, or of another shape than its tensor."""
-    job = small_job("scaffold", local_steps=1, validate={"stages": []})
+    job = small_job("scaffold", **UNSCORED)
     sent = payload(job)
     first = next(iter(job.initial))
     hostile = replace(sent, tensors=sent.tensors | {f"control/{name or first}": torch.zeros(3, 5, 7)})

@@ -92,7 +92,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(one, marks=[pytest.mark.slow] * (one == "FedFMS")) for one in CASES])
 def test_averages_equal_a_plain_loop_over_whole_parameters(case: str, tmp_path: Path) -> None:
     strategy, adapter, base, mu = CASES[case]
     job, at = whole_job(strategy, adapter=adapter, model=base), sites(tmp_path / "data", base["image_size"])

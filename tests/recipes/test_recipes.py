@@ -30,7 +30,7 @@ from consilium.report.live_view import progress
 from consilium.runtime.engine import simulate
 from consilium.server.checks import check_update
 from consilium.strategies.strategy import ServerState
-from tests.conftest import Snapshot, small_cells
+from tests.conftest import Snapshot, small_cells, training_only
 from tests.pages.reading import blocks
 from tests.recipes.conftest import Install
 from tests.recipes.fedadam import FedAdam
@@ -44,7 +44,7 @@ EVERYONE = None
 
 def job_of(changes: Mapping[str, Any]) -> JobConfig:
     """Return the small classification job with other sections, as a job.yaml would have them."""
-    raw = small_cells(rounds=2, lr=1e-2, batch_size=8, local_epochs=4).model_dump(mode="json") | dict(changes)
+    raw = small_cells(rounds=2, lr=2e-2, batch_size=8, local_epochs=2).model_dump(mode="json") | dict(changes)
     return validate(JobConfig, raw, Path("job.yaml"), EVERYONE)
 
 
@@ -267,8 +267,8 @@ def test_an_algorithm_for_other_adapters_says_what_to_use(strategy: str, install
 def test_an_adapter_of_ones_own_trains_under_record_level_dp(install: Install, tmp_path: Path) -> None:
     install("shift.py", "adapters", "shift", "SHIFT")
     privacy = {"unit": "record", "clip": 1.0, "noise_multiplier": 1.0}
-    training = small_cells(rounds=1, lr=1e-2, batch_size=8, local_steps=1).model_dump(mode="json")["training"]
-    config = job_of({"adapter": {"kind": "shift"}, "privacy": privacy, "training": training})
+    raw = training_only(small_cells(rounds=1, lr=1e-2, batch_size=8, local_steps=1)).model_dump(mode="json")
+    config = job_of({"adapter": {"kind": "shift"}, "privacy": privacy, "training": raw["training"], "data": raw["data"]})
     job, site = assemble_job(config), SiteConfig(privacy=HospitalPrivacyPolicy(noise_seed=1))
     shared = simulate(job, {"site-1": site, "site-2": site}, tmp_path, lambda event: None).state.shared
     assert all(not torch.equal(tensor, job.initial[name]) for name, tensor in shared.items())
