@@ -236,7 +236,7 @@ def test_a_run_is_the_same_with_any_loading_and_leaves_no_pictures_in_its_folder
         ({"workers": 0, "cache": CacheConfig(gigabytes=0)}, {"workers": 3}, {"cache": CacheConfig(folder=tmp_path / "kept")})
     ):
         sites = {name: site(tmp_path / name, **settings) for name in ("a", "b")}
-        simulate(assembled(config()), sites, tmp_path / f"run-{index}", quiet)
+        simulate(assembled(config(local_steps=3)), sites, tmp_path / f"run-{index}", quiet)  # all five samples
         ends.append(tensors(tmp_path / f"run-{index}"))
         assert not list((tmp_path / f"run-{index}").rglob(cache_folder.FOLDER))
     assert all(torch.equal(end[name], ends[0][name]) for end in ends for name in ends[0])
