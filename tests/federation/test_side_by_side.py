@@ -67,11 +67,11 @@ def warnings(events: list[dict[str, Any]]) -> list[str]:
     return [event["text"] for event in events if event["event"] == "warning" and "--together" in event["text"]]
 
 
-def uneven(config: JobConfig, validation: int = 0, test: int = 1, **training: Any) -> JobConfig:
-    """Return the job by SGD over two rounds of two steps, of three samples and of one."""
+def uneven(config: JobConfig, samples: int = 4, validation: int = 0, test: int = 1, **training: Any) -> JobConfig:
+    """Return the job by SGD over two rounds of batches of three, of which the last is smaller."""
     raw = config.model_dump()
     raw["training"] |= {"optimizer": "sgd", "lr": 0.05, "rounds": 2, "batch_size": 3, "local_epochs": 1} | training
-    raw["data"]["phantoms"] |= {"training": 4, "validation": validation, "test": test}
+    raw["data"]["phantoms"] |= {"training": samples, "validation": validation, "test": test}
     return JobConfig.model_validate(raw)
 
 
@@ -168,7 +168,7 @@ def test_sites_with_unequal_numbers_of_steps_end_as_one_by_one(tmp_path: Path, j
 )
 def test_rounding_stays_small_over_five_rounds(training: dict[str, Any], largest: float, tmp_path: Path) -> None:
     """The bound is relative to a tensor's largest number. Measured: 6e-5 by SGD; 3e-3 by Adam, as the user's page says."""
-    config = uneven(small_text("fedhera"), rounds=5, **training)
+    config = uneven(small_text("fedhera"), samples=7, rounds=5, **training)
     run(config, tmp_path / "apart", 1)
     assert not warnings(run(config, tmp_path / "together", 3))
     one, other = states(tmp_path / "apart"), states(tmp_path / "together")
