@@ -54,7 +54,10 @@ def test_a_private_job_on_real_kits(tmp_path: Path) -> None:
         federation.shutdown()
 
 
-@pytest.mark.parametrize(("name", "file"), [("site-1", "startup/fed_client.json"), ("server", "startup/fed_server.json")])
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [("site-1", "startup/fed_client.json"), pytest.param("server", "startup/fed_server.json", marks=pytest.mark.slow)],
+)
 def test_an_altered_kit_does_not_start(name: str, file: str, tmp_path: Path) -> None:
     with Federation(tmp_path, {"site-1": {}}) as federation:
         path = federation.kit(name) / file
