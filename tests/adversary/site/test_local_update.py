@@ -22,7 +22,7 @@ from consilium.privacy.plan import make_plan
 from consilium.strategies.feddpa import FedDPA
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.strategy import Interpolation, Strategy, Trainer, Traits
-from tests.conftest import small_cells, small_config
+from tests.conftest import small_cells, small_config, training_only
 
 RECORD = {"unit": "record", "epsilon": 5, "delta": 1e-5, "clip": 1.0}
 PATIENT = RECORD | {"unit": "patient"}
@@ -54,7 +54,7 @@ def algorithm(half: Half | None, traits: Traits) -> Strategy:
 
 
 def job(strategy: Strategy, privacy: dict[str, Any] | None, base: JobConfig | None = None, **sections: Any) -> Job:
-    raw = (base or small_cells(local_steps=2, batch_size=4)).model_dump() | {"privacy": privacy} | sections
+    raw = (base or training_only(small_cells(local_steps=2, batch_size=4))).model_dump() | {"privacy": privacy} | sections
     return assemble_job(JobConfig.model_validate(raw).model_copy(update={"strategy": strategy}))
 
 
