@@ -34,7 +34,9 @@ from tests.conftest import assembled, small_config, training_only
 from tests.flare import process_state
 
 SITE_LEVEL = {"unit": "site", "epsilon": 3, "clip": 0.5}
-RECORD_LEVEL = {"unit": "record", "epsilon": 3}
+RECORD_LEVEL = {"unit": "record", "noise_multiplier": 3.0}
+PLANNED = {"unit": "record", "epsilon": 3}
+"""Noise by the number of records, for attacks on the plan; a search for it takes as long as a test."""
 
 
 class Trainer:

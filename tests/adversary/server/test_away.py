@@ -10,7 +10,7 @@ import pytest
 
 from consilium.core.errors import Reason
 from consilium.privacy.ledger import Ledger
-from tests.adversary.server.conftest import RECORD_LEVEL
+from tests.adversary.server.conftest import PLANNED, RECORD_LEVEL, SITE_LEVEL
 from tests.adversary.server.test_before_a_round import BOTH
 from tests.conftest import small_config
 from tests.data.storing import break_pixels, make_site
@@ -33,8 +33,15 @@ def on_a_share(folder: Path) -> tuple[Path, Path]:
     return listed, share
 
 
-@BOTH
-@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize(
+    ("restarted", "privacy"),
+    [
+        (False, RECORD_LEVEL),
+        (True, SITE_LEVEL),
+        pytest.param(False, SITE_LEVEL, marks=pytest.mark.slow),
+        pytest.param(True, RECORD_LEVEL, marks=pytest.mark.slow),
+    ],
+)
 def test_a_share_that_is_away_when_bad_samples_are_skipped(restarted: bool, privacy: dict, kit: Any, tmp_path: Path) -> None:
     """All entries were left out, each round left as noise alone and was paid, also after the share was back."""
     listed, share = on_a_share(tmp_path)
@@ -70,7 +77,7 @@ def test_the_ledger_charges_the_plan_of_the_list_that_is_trained_on(kit: Any, tm
     lists = json.loads(listed.read_text())
     every = lists["training"]
     listed.write_text(json.dumps(lists | {"training": every[:5]}))
-    site = kit(RECORD_LEVEL, FOUR_ROUNDS, datalist=listed)
+    site = kit(PLANNED, FOUR_ROUNDS, datalist=listed)
     break_pixels(tmp_path / "list" / "Muster_Erika_training_0.png")
     assert site.train(0) is Reason.DATA
     listed.write_text(json.dumps(lists | {"training": every[1:]}))

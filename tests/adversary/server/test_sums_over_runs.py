@@ -157,8 +157,8 @@ def test_two_runs_do_not_show_the_hospital_that_joins_or_leaves(sets: Any, hospi
 @pytest.mark.parametrize(
     "changed",
     [
-        {"training": {"lr": 1e-4}},
         {"adapter": {"targets": "qv"}},
+        pytest.param({"training": {"lr": 1e-4}}, marks=pytest.mark.slow),
         {"secure_aggregation": {"threshold": 4}},
         pytest.param({"adapter": {"kind": "bottleneck"}}, marks=pytest.mark.slow),
         pytest.param({"strategy": {"name": "ffa_lora"}}, marks=pytest.mark.slow),
