@@ -108,7 +108,7 @@ def client(tmp_path: Path) -> Iterator[MakeClient]:
         more: dict | None = None,
         **policy: Any,
     ) -> Client:
-        raw = training_only(small_config(strategy)).model_dump() | {"privacy": privacy} | (more or {})
+        raw = training_only(small_config(strategy, local_steps=1)).model_dump() | {"privacy": privacy} | (more or {})
         job = assembled(JobConfig.model_validate(raw))
         settings = SiteConfig(**site or {}, privacy=HospitalPrivacyPolicy.model_validate({"dataset": "ward-7", **policy}))
         own = tmp_path / folder
@@ -160,7 +160,7 @@ def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     made: list[Kit] = []
 
     def make(privacy: dict, more: dict | None = None, policy: dict | None = None, **settings: Any) -> Kit:
-        raw = training_only(small_config("fedit")).model_dump() | {"privacy": privacy} | (more or {})
+        raw = training_only(small_config("fedit", local_steps=1)).model_dump() | {"privacy": privacy} | (more or {})
         job = assembled(JobConfig.model_validate(raw))
         own = {"dataset": "ward-7"} if policy is None else policy
         site = SiteConfig(**settings, privacy=HospitalPrivacyPolicy.model_validate(own))

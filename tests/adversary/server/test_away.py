@@ -11,12 +11,12 @@ import pytest
 from consilium.core.errors import Reason
 from consilium.privacy.ledger import Ledger
 from tests.adversary.server.conftest import PLANNED, RECORD_LEVEL, SITE_LEVEL
-from tests.adversary.server.test_before_a_round import BOTH
+from tests.adversary.server.test_before_a_round import AT_RECORD_LEVEL
 from tests.conftest import small_config
 from tests.data.storing import break_pixels, make_site
 from tests.flare import process_state
 
-FOUR_ROUNDS = {"training": small_config("fedit", rounds=4).model_dump()["training"]}
+FOUR_ROUNDS = {"training": small_config("fedit", rounds=4, local_steps=1).model_dump()["training"]}
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -59,7 +59,7 @@ def test_a_share_that_is_away_when_bad_samples_are_skipped(restarted: bool, priv
     assert found.context.task.num_samples == 5
 
 
-@BOTH
+@AT_RECORD_LEVEL
 def test_pictures_cut_off_while_a_job_runs(privacy: dict, kit: Any, tmp_path: Path) -> None:
     """They were there, so the round was charged, and trained on nothing."""
     site = kit(privacy, FOUR_ROUNDS, datalist=make_site(tmp_path / "list"), bad_samples="skip")
@@ -88,7 +88,7 @@ def test_the_ledger_charges_the_plan_of_the_list_that_is_trained_on(kit: Any, tm
     assert (row.sample_rate, row.count) == (made.context.plan.event.sample_rate, made.context.plan.event.count)
 
 
-@BOTH
+@AT_RECORD_LEVEL
 def test_a_disk_too_full_to_note_that_a_round_begins(privacy: dict, kit: Any, tmp_path: Path) -> None:
     """At record level the round was charged before the note, and nothing was trained: so for every round."""
     ledger = tmp_path / "elsewhere" / "ledger.sqlite"

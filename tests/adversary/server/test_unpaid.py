@@ -37,7 +37,7 @@ OVER = RefusedError("over the budget", Reason.BUDGET)
 
 
 def rounds(number: int) -> dict:
-    return {"training": small_config("fedit", rounds=number).model_dump()["training"]}
+    return {"training": small_config("fedit", rounds=number, local_steps=1).model_dump()["training"]}
 
 
 def asked(site: Client, round: int = 0, payload: Payload | None = None) -> Shareable:
