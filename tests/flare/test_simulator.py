@@ -15,6 +15,7 @@ from consilium.core.errors import Reason
 from consilium.core.messages import Tensors
 from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.federation.job_assembly import Job, assemble_job
+from consilium.report import predictions
 from consilium.runtime.engine import simulate
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.strategy import Role, ServerState
@@ -64,10 +65,14 @@ def hospitals(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=["one-process", pytest.param("simulator", marks=pytest.mark.slow)])
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """One run of two sites for all: the simulator's three processes take seconds each to start."""
-    config, run = small_config("fediat", local_steps=1), in_this_process if request.param == "one-process" else in_simulator
-    workspace = run(tmp_path_factory.mktemp("flare") / "run", config, edited(client=listen), SITES[:2])
-    job, reference = assemble_job(config), tmp_path_factory.mktemp("inprocess")
-    simulate(job, {name: SiteConfig() for name in SITES[:2]}, reference, lambda event: None)
+    config, here = small_config("fediat", local_steps=1, validate={"stages": ["global"]}), request.param == "one-process"
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("PANEL", "SIDE") if here else ():
+            patch.setattr(predictions, name, 64)
+        run = in_this_process if here else in_simulator
+        workspace = run(tmp_path_factory.mktemp("flare") / "run", config, edited(client=listen), SITES[:2])
+        job, reference = assemble_job(config), tmp_path_factory.mktemp("inprocess")
+        simulate(job, {name: SiteConfig() for name in SITES[:2]}, reference, lambda event: None)
     return Runs(job, workspace, reference)
 
 
