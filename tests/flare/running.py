@@ -1,10 +1,12 @@
 """How tests run a job over FLARE: in its simulator with a process for every participant, or in this process."""
 
+import datetime
 import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +14,13 @@ import torch
 from nvflare.apis.utils.decomposers import flare_decomposers
 from nvflare.app_common.decomposers import common_decomposers
 from nvflare.fuel.utils import fobs
+from nvflare.lighter import utils
+from nvflare.lighter.impl import cert
 
 from consilium.config.job import JobConfig
 from consilium.config.site import Given
 from consilium.core.storage import load_state
-from consilium.flare.job import wire
+from consilium.flare.job import controller, wire
 from consilium.flare.job.recipe import export_simulation_job
 from consilium.flare.job.simulation_settings import OUTPUT, write_settings
 from consilium.flare.job.simulator import Simulator
@@ -25,6 +29,8 @@ from tests.flare.together import Together
 
 ROOT = Path(__file__).parents[2]
 SITES = ["site-1", "site-2", "site-3"]
+OFTEN = 0.02
+"""Seconds between two looks of a server at its tasks."""
 
 Edit = Callable[[Path], None]
 Runner = Callable[..., Path]
@@ -128,11 +134,28 @@ def in_this_process(
 def own_process() -> Iterator[None]:
     """Begin with nothing that our components keep in a process, as a new one does, and leave what this one keeps as it was.
 
-    All runs here have one id of FLARE's, so that a site would take the samples of the run before for its own.
+    All runs here have one id of FLARE's, so that a site would take the samples of the run before for its own. The server looks
+    at its tasks often: no network is busy meanwhile.
     """
     mask = os.umask(0o077)
     try:
-        with process_state.emptied():
+        with process_state.emptied(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(controller, "PERIOD", OFTEN)
             yield
     finally:
         os.umask(mask)
+
+
+@contextmanager
+def earlier(seconds: float = 2) -> Iterator[None]:
+    """Let certificates be made as if it were so long ago: they count whole seconds, and a renewed one ends later."""
+
+    class Clock(datetime.datetime):
+        @classmethod
+        def now(cls, tz: datetime.tzinfo | None = None) -> datetime.datetime:
+            return datetime.datetime.now(tz) - datetime.timedelta(seconds=seconds)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (utils, cert):
+            patch.setattr(module, "datetime", SimpleNamespace(**vars(datetime) | {"datetime": Clock}))
+        yield

@@ -207,7 +207,7 @@ def test_gpus_by_what_nvidias_tool_prints(
     )
     tool.chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(heartbeat_client, "GPU_PATIENCE", 0.5 if "sleep" in script else 10.0)
+    monkeypatch.setattr(heartbeat_client, "GPU_PATIENCE", 0.1 if "sleep" in script else 10.0)
     assert gpu_memory() == found
     tool.unlink()
     monkeypatch.setenv("PATH", str(tmp_path))

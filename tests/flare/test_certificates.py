@@ -51,6 +51,7 @@ from consilium.flare.kit.renewal import OLD, renew, update_kit
 from consilium.flare.kit.revocation import REFUSED, revoke, revoked_until
 from consilium.flare.kit.revocation_check import READMITTED, RevocationCheck
 from tests.deployment.network import Relay
+from tests.flare.running import earlier
 
 DAYS = 200
 LEAD_CRT, OLD_KIT = "kits/test/prod_00/a@hub.example/startup/client.crt", "kits/test/prod_00/clinic/startup"
@@ -74,8 +75,8 @@ def deployment(folder: Path, days: int = DAYS) -> Path:
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with sites.yml, kits/test/prod_00, and prod_01 with clinic and server renewed, for 300 days."""
     folder = tmp_path_factory.mktemp("hub")
-    provision(deployment(folder), folder / "kits")
-    time.sleep(1)  # certificates count whole seconds
+    with earlier():
+        provision(deployment(folder), folder / "kits")
     renew(deployment(folder, 300), folder / "kits", ["clinic", "localhost"])
     return folder
 
@@ -332,15 +333,16 @@ def test_renew_refuses_unknown_names_and_folders(hub: Path, tmp_path: Path) -> N
 def test_renewal_keeps_relays_and_the_sites_behind_them(tmp_path: Path) -> None:
     """The server's renewed kit no longer knew them, and project.yml lost what an engineer had added."""
     sites, kits = deployment(tmp_path), tmp_path / "kits"
-    provision(sites, kits)
+    with earlier():
+        provision(sites, kits)
     raw = yaml.safe_load((kits / "project.yml").read_text())
     next(one for one in raw["participants"] if one["name"] == "clinic")["connect_to"] = {"name": "relay-1"}
     host = {"default_host": "localhost", "port": 9, "scheme": "grpc", "connection_security": "mtls"}
     raw["participants"].append({"name": "relay-1", "type": "relay", "org": "hub", "listening_host": host})
     (kits / "project.yml").write_text(yaml.safe_dump(raw))
-    first = provision(sites, kits)
-    time.sleep(1.1)  # certificates count whole seconds
-    for names in ((), ("localhost",), ("relay-1",), ("clinic",)):
+    with earlier():
+        first = provision(sites, kits)
+    for names in ((), ("localhost",), ("relay-1",)):
         new = renew(sites, kits, names)
         assert {one.name for one in new.iterdir()} == set(names or ("localhost", "clinic", "a@hub.example", "relay-1"))
         if (new / "localhost").is_dir():

@@ -38,7 +38,7 @@ def hospitals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two sites that train, one of which gives its model away, and one that comes later with test pictures only."""
     folder = tmp_path_factory.mktemp("hospitals")
     for name in SITES:
-        path = make_phantoms(folder / name, "fundus", name, 0, 2, 1, 2, 64, 0.7, 0.7)
+        path = make_phantoms(folder / name, "fundus", name, 0, 2, 0, 1, 64, 0.7, 0.7)
         if name == "new":
             path.write_text(json.dumps(json.loads(path.read_text()) | {"training": [], "validation": []}))
         site = {"datalist": "datalist.json", "share_personalized": name == "gives"}

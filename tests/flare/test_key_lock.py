@@ -9,7 +9,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,6 +71,11 @@ def other_user() -> Iterator[None]:
         yield
     finally:
         os.seteuid(0)
+
+
+@pytest.fixture(scope="module")
+def renewed(made: Path) -> Path:
+    return renew(made.parents[1] / "sites.yml", made.parents[1], ["clinic"]) / "clinic"
 
 
 def command_in(message: str) -> list[list[str]]:
@@ -204,10 +208,9 @@ def test_without_memory_the_page_says_that_keys_are_on_disk(
     assert not list(kit.glob("consilium-keys-*"))
 
 
-def test_a_renewed_kit_travels_locked_and_stays_so(made: Path, kit: Path, tmp_path: Path) -> None:
+def test_a_renewed_kit_travels_locked_and_stays_so(renewed: Path, kit: Path, tmp_path: Path) -> None:
     key_lock.lock(kit, PASSPHRASE)
-    time.sleep(1.1)  # certificates end at whole seconds, and a renewed one ends later
-    new = Path(shutil.copytree(renew(made.parents[1] / "sites.yml", made.parents[1], ["clinic"]) / "clinic", tmp_path / "new"))
+    new = Path(shutil.copytree(renewed, tmp_path / "new"))
     with pytest.raises(ConfigError, match="its key is in clear, yours is locked; run `consilium lock` and `consilium unlock`"):
         update_kit(kit, new)
     key_lock.lock(new, PASSPHRASE + " new")
@@ -225,13 +228,12 @@ def test_a_renewed_kit_travels_locked_and_stays_so(made: Path, kit: Path, tmp_pa
 
 
 def test_lock_names_the_former_key_of_a_kit_that_was_open_at_its_update(
-    made: Path, kit: Path, tmp_path: Path, memory: Path
+    renewed: Path, kit: Path, tmp_path: Path, memory: Path
 ) -> None:
     """It may be the only one: the former keys.locked is gone."""
     key_lock.lock(kit, PASSPHRASE)
     former = key_lock.unlock(kit, PASSPHRASE)
-    time.sleep(1.1)  # certificates end at whole seconds, and a renewed one ends later
-    new = Path(shutil.copytree(renew(made.parents[1] / "sites.yml", made.parents[1], ["clinic"]) / "clinic", tmp_path / "new"))
+    new = Path(shutil.copytree(renewed, tmp_path / "new"))
     key_lock.lock(new, PASSPHRASE + " new")
     renewed = key_lock.unlock(new, PASSPHRASE + " new")
     update_kit(kit, new)
@@ -492,9 +494,10 @@ def test_root_neither_locks_nor_unlocks_the_kit_of_another_user(kit: Path, monke
     assert not (kit / LOCKED).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root and setpriv")
 def test_the_command_for_root_unlocks_the_kit_for_its_owner(made: Path, public: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["setpriv", "--reuid", str(OTHER_USER), "--clear-groups", sys.executable, "-c", "import consilium.cli.main"]
+    words = ["setpriv", "--reuid", str(OTHER_USER), "--clear-groups", sys.executable, "-c", "import consilium, typer"]
     if subprocess.run(words, cwd=public, capture_output=True).returncode != 0:
         pytest.skip("the other user cannot read the package")
     monkeypatch.setitem(key_lock.COST, "n", COST["n"])

@@ -13,7 +13,7 @@ from tests.flare.running import HERE, SITES, Runner, check_equal
 
 @HERE
 def test_masked_equals_plain_in_process(flare: Runner, tmp_path: Path) -> None:
-    raw = training_only(small_config("fedit", rounds=1, local_steps=1), test=1).model_dump()
+    raw = training_only(small_config("fedit", rounds=1, local_steps=1)).model_dump()
     raw["federation"] |= {"min_sites": 3}
     plain = JobConfig.model_validate(raw)
     workspace = flare(JobConfig.model_validate(raw | {"secure_aggregation": {}}))

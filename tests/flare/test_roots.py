@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import ssl
-import time
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -22,6 +21,7 @@ from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.flare.kit.provision import FORMER, ROOT, provision
 from consilium.flare.kit.renewal import renew, start_root_key_rollover, update_kit
 from tests.conftest import run
+from tests.flare.running import earlier
 from tests.flare.test_certificates import deployment
 
 
@@ -30,31 +30,17 @@ def kits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with prod_00 of the former root, prod_01 of the new one beside it, and prod_02 of the new one alone."""
     folder = tmp_path_factory.mktemp("roots")
     sites = deployment(folder)
-    provision(sites, folder / "kits")
-    state = folder / "kits/test/state/cert.json"
-    _older(state)
+    with earlier(4):
+        provision(sites, folder / "kits")
     with pytest.raises(ConfigError, match="no root is followed"):
         renew(sites, folder / "kits", root="only-new")
-    renew(sites, folder / "kits", root="new")
+    with earlier():
+        renew(sites, folder / "kits", root="new")
     with pytest.raises(ConfigError, match="is being put in already"):
         renew(sites, folder / "kits", root="new")
-    time.sleep(1)  # certificates count whole seconds
     renew(sites, folder / "kits", ["localhost"], root="only-new")
-    assert FORMER not in json.loads(state.read_text())
+    assert FORMER not in json.loads((folder / "kits/test/state/cert.json").read_text())
     return folder / "kits/test"
-
-
-def _older(state: Path) -> None:
-    """Have the kits of prod_00 made an hour ago, as far as the next ones can see: certificates count whole seconds."""
-    for path in state.parents[1].glob("prod_00/*/startup/*.crt"):
-        old = x509.load_pem_x509_certificate(path.read_bytes())
-        new = x509.CertificateBuilder(old.issuer, old.subject, old.public_key(), old.serial_number)
-        new = new.not_valid_before(old.not_valid_before_utc - timedelta(hours=1))
-        new = new.not_valid_after(old.not_valid_after_utc - timedelta(hours=1))
-        for extension in old.extensions:
-            new = new.add_extension(extension.value, extension.critical)
-        key = load_pem_private_key(json.loads(state.read_text())["root_pri_key"].encode(), None)
-        path.write_bytes(serialize_cert(new.sign(key, hashes.SHA256())))  # type: ignore[arg-type]
 
 
 def meet(server: Path, other: Path) -> bool:

@@ -23,7 +23,7 @@ def hospitals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sites with own labels, without the data set, as it should be, with known patients, who refuse, with two lists."""
     folder = tmp_path_factory.mktemp("hospitals")
     for name in SITES:
-        path = make_phantoms(folder / name, "fundus", name, 0, 12, 3, 11, 64, 0.7, 0.7)
+        path = make_phantoms(folder / name, "fundus", name, 0, 12, 1, 11, 64, 0.7, 0.7)
         site: dict = {"datasets": {"eyes": {"datalist": "datalist.json"}}}
         if name == "labels":
             site["datasets"]["eyes"]["labels"] = {1: "disc", 2: ["disc", "cup", "lesion"]}
@@ -36,7 +36,7 @@ def hospitals(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if name == "refuses":
             site["share_statistics"] = False
         if name == "several":
-            make_phantoms(folder / name / "other", "fundus", "other", 0, 30, 1, 1, 64, 0.7, 0.7)
+            make_phantoms(folder / name / "other", "fundus", "other", 0, 8, 1, 1, 64, 0.7, 0.7)
             site["datasets"]["other"] = {"datalist": "other/datalist.json"}
         (folder / name / "site.yaml").write_text(yaml.safe_dump(site))
     return folder

@@ -174,15 +174,22 @@ def test_export_writes_job_yaml(tmp_path: Path) -> None:
     assert (folder / "app/config/job.yaml").read_text() == (tmp_path / "mine.yml").read_text()
 
 
-@pytest.mark.parametrize("content", [b'{"a":', b"", b"[]", b"\xff", None, b"[" * 100_000])
-@pytest.mark.parametrize("name", ["meta.json", "app/config/config_fed_client.json", "app/config/config_fed_server.json"])
+META, CLIENT, SERVER = "meta.json", "app/config/config_fed_client.json", "app/config/config_fed_server.json"
+DAMAGES = [b'{"a":', b"", b"[]", b"\xff", None, b"[" * 100_000]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [(CLIENT, content) for content in DAMAGES]
+    + [(META, b"[]"), (SERVER, b"[]"), (SERVER, None)]
+    + [pytest.param(META, content, marks=pytest.mark.slow) for content in DAMAGES if content not in (b"[]", None)]
+    + [pytest.param(SERVER, content, marks=pytest.mark.slow) for content in DAMAGES if content not in (b"[]", None)],
+)
 def test_damaged_job_folder_is_refused(name: str, content: bytes | None, tmp_path: Path) -> None:
     job, uploads = Path(shutil.copytree(JOBS / "quickstart", tmp_path / "job")), tmp_path / "uploads"
     (job / name).unlink()
     if content is not None:
         (job / name).write_bytes(content)
-    elif name == "meta.json":
-        return  # then it is a folder with a job.yaml
     with pytest.raises(ConfigError) as refused:
         prepare(job, {}, "study", uploads)
     assert str(refused.value).startswith(f"{job / name}: ")

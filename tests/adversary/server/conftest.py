@@ -30,11 +30,13 @@ from consilium.privacy.accounting import Entry
 from consilium.privacy.guard.guard import Guard
 from consilium.privacy.guard.release import upload_shapes
 from consilium.privacy.ledger import Ledger
-from tests.conftest import assembled, small_config
+from tests.conftest import assembled, small_config, training_only
 from tests.flare import process_state
 
 SITE_LEVEL = {"unit": "site", "epsilon": 3, "clip": 0.5}
-RECORD_LEVEL = {"unit": "record", "epsilon": 3}
+RECORD_LEVEL = {"unit": "record", "noise_multiplier": 3.0}
+PLANNED = {"unit": "record", "epsilon": 3}
+"""Noise by the number of records, for attacks on the plan; a search for it takes as long as a test."""
 
 
 class Trainer:
@@ -106,7 +108,7 @@ def client(tmp_path: Path) -> Iterator[MakeClient]:
         more: dict | None = None,
         **policy: Any,
     ) -> Client:
-        raw = small_config(strategy).model_dump() | {"privacy": privacy} | (more or {})
+        raw = training_only(small_config(strategy, local_steps=1)).model_dump() | {"privacy": privacy} | (more or {})
         job = assembled(JobConfig.model_validate(raw))
         settings = SiteConfig(**site or {}, privacy=HospitalPrivacyPolicy.model_validate({"dataset": "ward-7", **policy}))
         own = tmp_path / folder
@@ -158,7 +160,8 @@ def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     made: list[Kit] = []
 
     def make(privacy: dict, more: dict | None = None, policy: dict | None = None, **settings: Any) -> Kit:
-        job = assembled(JobConfig.model_validate(small_config("fedit").model_dump() | {"privacy": privacy} | (more or {})))
+        raw = training_only(small_config("fedit", local_steps=1)).model_dump() | {"privacy": privacy} | (more or {})
+        job = assembled(JobConfig.model_validate(raw))
         own = {"dataset": "ward-7"} if policy is None else policy
         site = SiteConfig(**settings, privacy=HospitalPrivacyPolicy.model_validate(own))
         monkeypatch.setattr(site_jobs, "approved_job", lambda fl_ctx: (job, fl_ctx.get_identity_name(), site))

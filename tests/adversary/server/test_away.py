@@ -10,13 +10,13 @@ import pytest
 
 from consilium.core.errors import Reason
 from consilium.privacy.ledger import Ledger
-from tests.adversary.server.conftest import RECORD_LEVEL
-from tests.adversary.server.test_before_a_round import BOTH
+from tests.adversary.server.conftest import PLANNED, RECORD_LEVEL, SITE_LEVEL
+from tests.adversary.server.test_before_a_round import AT_RECORD_LEVEL
 from tests.conftest import small_config
 from tests.data.storing import break_pixels, make_site
 from tests.flare import process_state
 
-FOUR_ROUNDS = {"training": small_config("fedit", rounds=4).model_dump()["training"]}
+FOUR_ROUNDS = {"training": small_config("fedit", rounds=4, local_steps=1).model_dump()["training"]}
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -33,8 +33,15 @@ def on_a_share(folder: Path) -> tuple[Path, Path]:
     return listed, share
 
 
-@BOTH
-@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize(
+    ("restarted", "privacy"),
+    [
+        (False, RECORD_LEVEL),
+        (True, SITE_LEVEL),
+        pytest.param(False, SITE_LEVEL, marks=pytest.mark.slow),
+        pytest.param(True, RECORD_LEVEL, marks=pytest.mark.slow),
+    ],
+)
 def test_a_share_that_is_away_when_bad_samples_are_skipped(restarted: bool, privacy: dict, kit: Any, tmp_path: Path) -> None:
     """All entries were left out, each round left as noise alone and was paid, also after the share was back."""
     listed, share = on_a_share(tmp_path)
@@ -52,7 +59,7 @@ def test_a_share_that_is_away_when_bad_samples_are_skipped(restarted: bool, priv
     assert found.context.task.num_samples == 5
 
 
-@BOTH
+@AT_RECORD_LEVEL
 def test_pictures_cut_off_while_a_job_runs(privacy: dict, kit: Any, tmp_path: Path) -> None:
     """They were there, so the round was charged, and trained on nothing."""
     site = kit(privacy, FOUR_ROUNDS, datalist=make_site(tmp_path / "list"), bad_samples="skip")
@@ -70,7 +77,7 @@ def test_the_ledger_charges_the_plan_of_the_list_that_is_trained_on(kit: Any, tm
     lists = json.loads(listed.read_text())
     every = lists["training"]
     listed.write_text(json.dumps(lists | {"training": every[:5]}))
-    site = kit(RECORD_LEVEL, FOUR_ROUNDS, datalist=listed)
+    site = kit(PLANNED, FOUR_ROUNDS, datalist=listed)
     break_pixels(tmp_path / "list" / "Muster_Erika_training_0.png")
     assert site.train(0) is Reason.DATA
     listed.write_text(json.dumps(lists | {"training": every[1:]}))
@@ -81,7 +88,7 @@ def test_the_ledger_charges_the_plan_of_the_list_that_is_trained_on(kit: Any, tm
     assert (row.sample_rate, row.count) == (made.context.plan.event.sample_rate, made.context.plan.event.count)
 
 
-@BOTH
+@AT_RECORD_LEVEL
 def test_a_disk_too_full_to_note_that_a_round_begins(privacy: dict, kit: Any, tmp_path: Path) -> None:
     """At record level the round was charged before the note, and nothing was trained: so for every round."""
     ledger = tmp_path / "elsewhere" / "ledger.sqlite"

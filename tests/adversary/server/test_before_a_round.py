@@ -10,10 +10,13 @@ from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL
 from tests.conftest import small_config
 from tests.data.storing import break_pixels, make_site
 
-BOTH = pytest.mark.parametrize("privacy", [SITE_LEVEL, RECORD_LEVEL], ids=["site", "record"])
+AT_RECORD_LEVEL = pytest.mark.parametrize(
+    "privacy", [pytest.param(SITE_LEVEL, marks=pytest.mark.slow), RECORD_LEVEL], ids=["site", "record"]
+)
+"""At site level, where the same checks come first, in the slow suite: each trains a model."""
 
 
-@BOTH
+@AT_RECORD_LEVEL
 def test_a_picture_that_cannot_be_decoded_costs_nothing_where_nobody_said_hello(
     privacy: dict, kit: Any, tmp_path: Path
 ) -> None:
@@ -33,7 +36,7 @@ def test_a_picture_that_cannot_be_decoded_costs_nothing_where_nobody_said_hello(
     assert site.rows == rows
 
 
-@BOTH
+@pytest.mark.parametrize("privacy", [SITE_LEVEL, RECORD_LEVEL], ids=["site", "record"])
 def test_base_weights_that_are_missing_cost_nothing(privacy: dict, kit: Any, tmp_path: Path) -> None:
     """The word `checkpoint` costs a release where a server's values decide it; these came to nothing."""
     model = small_config("fedit").model_dump()["model"] | {"checkpoint": "${SITE}/none.pth"}

@@ -28,15 +28,15 @@ from tests.conftest import assembled, small_cells, training_only
 TARGET = 5
 """The record that fails."""
 UNITS = {
-    "record": {"unit": "record", "epsilon": 8},
-    "by the step": {"unit": "record", "trust": "distributed", "epsilon": 8, "sample_rate": 0.9, "divisor": 4.0},
+    "record": {"unit": "record", "noise_multiplier": 1.0},
+    "by the step": {"unit": "record", "trust": "distributed", "noise_multiplier": 1.0, "sample_rate": 0.9, "divisor": 4.0},
 }
 Loss = Callable[[Callable[[], Tensor]], Tensor]
 
 
 def config(privacy: dict) -> JobConfig:
     by_step = privacy.get("trust") == "distributed"
-    raw = training_only(small_cells("fedit", local_steps=1 if by_step else 4, batch_size=4)).model_dump()
+    raw = training_only(small_cells("fedit", local_steps=1 if by_step else 3, batch_size=4)).model_dump()
     raw["data"]["phantoms"]["training"] = 8
     masks = {"secure_aggregation": {"colluders": 1}, "federation": {"min_sites": 4}} if by_step else {}
     return JobConfig.model_validate(raw | masks | {"privacy": privacy | {"clip": 1.0}})

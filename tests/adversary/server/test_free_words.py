@@ -38,8 +38,15 @@ def _asked_with_zeros(site: Client, run: str) -> Reason | None:
     return wire.reason_of(site.ask("train", wire.encode(replace(sent, tensors=zeros), run, update=False)))
 
 
-@pytest.mark.parametrize("privacy", [SITE_LEVEL, RECORD_LEVEL])
-@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize(
+    ("fails", "privacy"),
+    [
+        (True, SITE_LEVEL),
+        (False, RECORD_LEVEL),
+        pytest.param(True, RECORD_LEVEL, marks=pytest.mark.slow),
+        pytest.param(False, SITE_LEVEL, marks=pytest.mark.slow),
+    ],
+)
 def test_a_disk_with_room_for_a_word_alone_has_one_answer_that_is_paid(
     fails: bool, privacy: dict, client: MakeClient, tmp_path: Path
 ) -> None:

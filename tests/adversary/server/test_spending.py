@@ -12,7 +12,7 @@ from consilium.flare.job import wire
 from consilium.privacy.accounting import epsilon_for
 from consilium.privacy.plan import make_plan
 from consilium.privacy.secagg.terms import terms_of
-from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient
+from tests.adversary.server.conftest import PLANNED, RECORD_LEVEL, SITE_LEVEL, Client, MakeClient
 from tests.adversary.server.test_words import admitted, answered, failing
 from tests.conftest import small_config
 
@@ -107,7 +107,7 @@ def test_a_server_that_goes_back_pays_nothing_and_gets_nothing_until_it_has_caug
 
 def test_more_data_in_the_middle_of_a_run_is_no_old_release(client: MakeClient) -> None:
     """At record level noise and rate depend on the number of records: the row of a round must be of the plan in force."""
-    site = client(RECORD_LEVEL)
+    site = client(PLANNED)
     site.ask("train", site.task())
     site.guard.num_samples = 400
     site.guard.__post_init__(None)
@@ -135,7 +135,7 @@ def test_units_compose_for_a_record(client: MakeClient) -> None:
     first = client(SITE_LEVEL | {"epsilon": 1.27}, budgets=budgets)
     for round in range(2):
         assert wire.reason_of(first.ask("train", first.task(round))) is None
-    other = client(RECORD_LEVEL | {"epsilon": 2.92}, folder="two", budgets=budgets)
+    other = client(PLANNED | {"epsilon": 2.92}, folder="two", budgets=budgets)
     assert wire.reason_of(other.ask("train", other.task(run="run-2"))) is Reason.BUDGET
     assert spent(other, "record") < 4
 

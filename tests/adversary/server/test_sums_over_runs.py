@@ -34,6 +34,7 @@ from consilium.server.masked_round import MaskedRounds
 from tests.conftest import assembled, small_config, training_only
 
 FOUR = ["site-1", "site-2", "site-3", "site-4"]
+SHARED_BY_ONE = pytest.param(["site-1", "site-4", "site-5"], 1, marks=pytest.mark.slow)
 THREE = FOUR[:3]
 SAMPLES = {name: 10 * number for number, name in enumerate([*FOUR, "site-5", "site-6"], 1)}
 NOISE = {"unit": "site", "trust": "distributed", "noise_multiplier": 1.0, "clip": 1.0}
@@ -157,8 +158,8 @@ def test_two_runs_do_not_show_the_hospital_that_joins_or_leaves(sets: Any, hospi
 @pytest.mark.parametrize(
     "changed",
     [
-        {"training": {"lr": 1e-4}},
         {"adapter": {"targets": "qv"}},
+        pytest.param({"training": {"lr": 1e-4}}, marks=pytest.mark.slow),
         {"secure_aggregation": {"threshold": 4}},
         pytest.param({"adapter": {"kind": "bottleneck"}}, marks=pytest.mark.slow),
         pytest.param({"strategy": {"name": "ffa_lora"}}, marks=pytest.mark.slow),
@@ -171,7 +172,7 @@ def test_a_changed_job_changes_nothing_about_it(changed: dict, hospitals: Hospit
         hospitals.sum(FOUR, job_of(**changed))
 
 
-@pytest.mark.parametrize("rule", [{"max_weight": 30}, {"weighting": "uniform"}], ids=str)
+@pytest.mark.parametrize("rule", [{"max_weight": 30}, pytest.param({"weighting": "uniform"}, marks=pytest.mark.slow)], ids=str)
 def test_the_same_hospitals_weighed_otherwise_do_not_show_the_largest(rule: dict, hospitals: Hospitals) -> None:
     """Of weights 10, 20, 30, 40 and 10, 20, 30, 30 the sums differ by ten times site-4's update."""
     hospitals.sum(FOUR)
@@ -247,7 +248,7 @@ def test_with_noise_hospitals_may_come_and_go(hospitals: Hospitals) -> None:
         hospitals.sum(FOUR, job_of(privacy=NOISE | {"trust": "central"}))  # whose noise comes after the server has the sum
 
 
-@pytest.mark.parametrize(("other", "shared"), [(["site-1", "site-2", "site-4"], 2), (["site-1", "site-4", "site-5"], 1)])
+@pytest.mark.parametrize(("other", "shared"), [(["site-1", "site-2", "site-4"], 2), SHARED_BY_ONE])
 def test_any_other_set_of_hospitals_is_refused(other: list[str], shared: int, hospitals: Hospitals) -> None:
     hospitals.sum(THREE)
     with pytest.raises(ConsiliumError, match=rf"{shared} of 3 sites say `sums`"):

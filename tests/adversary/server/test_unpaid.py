@@ -37,7 +37,7 @@ OVER = RefusedError("over the budget", Reason.BUDGET)
 
 
 def rounds(number: int) -> dict:
-    return {"training": small_config("fedit", rounds=number).model_dump()["training"]}
+    return {"training": small_config("fedit", rounds=number, local_steps=1).model_dump()["training"]}
 
 
 def asked(site: Client, round: int = 0, payload: Payload | None = None) -> Shareable:
@@ -107,8 +107,15 @@ def test_a_paid_round_is_repeated_until_a_newer_one_is_paid(fails: bool, client:
     assert len(list(tmp_path.rglob("*.safetensors"))) == 2  # a state and the last release
 
 
-@BOTH
-@pytest.mark.parametrize("before", [False, True], ids=["nothing", "unpaid"])
+@pytest.mark.parametrize(
+    ("before", "fails"),
+    [
+        (True, False),
+        (False, True),
+        pytest.param(True, True, marks=pytest.mark.slow),
+        pytest.param(False, False, marks=pytest.mark.slow),
+    ],
+)
 def test_behind_a_round_that_has_begun_nothing_is_trained(
     before: bool, fails: bool, client: MakeClient, tmp_path: Path
 ) -> None:

@@ -219,8 +219,17 @@ def test_a_share_that_is_away_costs_nothing_whatever_was_sent(privacy: dict, cli
     assert wire.reason_of(site.ask("train", site.task(1))) is None
 
 
-@pytest.mark.parametrize("privacy", [SITE_LEVEL, RECORD_LEVEL])
-@pytest.mark.parametrize("away", ["masks", "pictures", "validation"])
+@pytest.mark.parametrize(
+    ("away", "privacy"),
+    [
+        ("masks", RECORD_LEVEL),
+        ("pictures", SITE_LEVEL),
+        ("validation", SITE_LEVEL),
+        pytest.param("masks", SITE_LEVEL, marks=pytest.mark.slow),
+        pytest.param("pictures", RECORD_LEVEL, marks=pytest.mark.slow),
+        pytest.param("validation", RECORD_LEVEL, marks=pytest.mark.slow),
+    ],
+)
 def test_a_share_beside_another_costs_nothing_where_bad_samples_are_skipped(
     away: str, privacy: dict, client: MakeClient, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 import errno
 import json
 import re
+import shutil
 import sqlite3
 import time
 from collections.abc import Callable
@@ -23,15 +24,34 @@ from consilium.privacy.ledger import Ledger
 ONE = Entry("ward-7", "site", "zero-out", "local", "job", "run-1.abc", 0, 0, 20.0, 1.0, 1, 0.3)
 
 
-@pytest.fixture
-def ledger(tmp_path: Path) -> Ledger:
-    """A ledger of three releases, and the record of the run that made them."""
-    found = Ledger(tmp_path / "ledger.sqlite")
-    record = audit_log.AuditLog(tmp_path / "runs" / "experiment" / "run-1" / audit_log.FILE)
+def started(folder: Path) -> Ledger:
+    """Return a ledger of three releases, and leave the record of the run that made them beside it."""
+    found = Ledger(folder / "ledger.sqlite")
+    record = audit_log.AuditLog(folder / "runs" / "experiment" / "run-1" / audit_log.FILE)
     for round in range(3):
         found.charge_once(replace(ONE, round=round), {})
         record.add({"kind": "update", "round": round, "ledger": found.seal()})
     return found
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    return started(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def hundred(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with such a ledger of a hundred rows."""
+    found = started(folder := tmp_path_factory.mktemp("hundred"))
+    for round in range(3, 100):
+        found.charge_once(replace(ONE, round=round), {})
+    return folder
+
+
+@pytest.fixture
+def long(hundred: Path, tmp_path: Path) -> Ledger:
+    shutil.copytree(hundred, tmp_path, dirs_exist_ok=True)
+    return Ledger(tmp_path / "ledger.sqlite")
 
 
 def lose(path: Path) -> None:
@@ -128,37 +148,31 @@ def test_an_acceptance_keeps_what_can_be_read_and_says_what_cannot(
     assert not list(tmp_path.glob("*.new"))
 
 
-def test_of_a_file_with_a_damaged_page_the_rows_of_the_others_stay(ledger: Ledger, tmp_path: Path) -> None:
-    for round in range(3, 100):
-        ledger.charge_once(replace(ONE, round=round), {})
-    content = ledger.path.read_bytes()
-    ledger.path.write_bytes(content[: 3 * 4096] + bytes(4096) + content[4 * 4096 :])
-    said = recovery.accept(tmp_path, Ledger(ledger.path), "disk failed")
-    rounds = [row.round for row in Ledger(ledger.path).entries()]
+def test_of_a_file_with_a_damaged_page_the_rows_of_the_others_stay(long: Ledger, tmp_path: Path) -> None:
+    content = long.path.read_bytes()
+    long.path.write_bytes(content[: 3 * 4096] + bytes(4096) + content[4 * 4096 :])
+    said = recovery.accept(tmp_path, Ledger(long.path), "disk failed")
+    rounds = [row.round for row in Ledger(long.path).entries()]
     assert rounds == sorted({*rounds})
     assert 60 < len(rounds) < 100  # a page has fewer than 40
     assert (rounds[0], rounds[-1]) == (0, 99)
     assert (said["rows"], said["rows_lost"]) == (len(rounds), None)
 
 
-def test_how_many_rows_a_zeroed_sector_took_is_said_truly(ledger: Ledger, tmp_path: Path) -> None:
+def test_how_many_rows_a_zeroed_sector_took_is_said_truly(long: Ledger, tmp_path: Path) -> None:
     """Its cells all seem to be one row, so the command named too few lost rows."""
-    for round in range(3, 100):
-        ledger.charge_once(replace(ONE, round=round), {})
-    whole = ledger.path.read_bytes()
+    whole = long.path.read_bytes()
     for sector in range(2 * 8, 4 * 8):
-        ledger.path.write_bytes(whole[: sector * 512] + bytes(512) + whole[(sector + 1) * 512 :])
-        said = recovery.accept(tmp_path / str(sector), Ledger(ledger.path), "disk failed")
+        long.path.write_bytes(whole[: sector * 512] + bytes(512) + whole[(sector + 1) * 512 :])
+        said = recovery.accept(tmp_path / str(sector), Ledger(long.path), "disk failed")
         assert said["rows_lost"] in (None, 100 - said["rows"])
         assert said["rows"] > 60
 
 
-def test_a_ledger_that_was_cut_keeps_its_first_rows(ledger: Ledger, tmp_path: Path) -> None:
-    for round in range(3, 100):
-        ledger.charge_once(replace(ONE, round=round), {})
-    ledger.path.write_bytes(ledger.path.read_bytes()[:-4096])
-    said = recovery.accept(tmp_path, Ledger(ledger.path), "disk failed")
-    rounds = [row.round for row in Ledger(ledger.path).entries()]
+def test_a_ledger_that_was_cut_keeps_its_first_rows(long: Ledger, tmp_path: Path) -> None:
+    long.path.write_bytes(long.path.read_bytes()[:-4096])
+    said = recovery.accept(tmp_path, Ledger(long.path), "disk failed")
+    rounds = [row.round for row in Ledger(long.path).entries()]
     assert rounds == list(range(said["rows"]))
     assert (said["rows"] > 60, said["rows_lost"]) == (True, None)
 

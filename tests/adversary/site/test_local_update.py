@@ -22,9 +22,10 @@ from consilium.privacy.plan import make_plan
 from consilium.strategies.feddpa import FedDPA
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.strategy import Interpolation, Strategy, Trainer, Traits
-from tests.conftest import small_cells, small_config
+from tests.conftest import small_cells, small_config, training_only
 
-RECORD = {"unit": "record", "epsilon": 5, "delta": 1e-5, "clip": 1.0}
+RECORD = {"unit": "record", "noise_multiplier": 1.0, "delta": 1e-5, "clip": 1.0}
+PLANNED = {"unit": "record", "epsilon": 5, "delta": 1e-5, "clip": 1.0}
 PATIENT = RECORD | {"unit": "patient"}
 STEP = {"unit": "record", "trust": "distributed", "epsilon": 8, "sample_rate": 0.3, "divisor": 9, "clip": 1.0}
 Half = Callable[[Trainer, Payload], Payload]
@@ -54,7 +55,7 @@ def algorithm(half: Half | None, traits: Traits) -> Strategy:
 
 
 def job(strategy: Strategy, privacy: dict[str, Any] | None, base: JobConfig | None = None, **sections: Any) -> Job:
-    raw = (base or small_cells(local_steps=2, batch_size=4)).model_dump() | {"privacy": privacy} | sections
+    raw = (base or training_only(small_cells(local_steps=2, batch_size=4))).model_dump() | {"privacy": privacy} | sections
     return assemble_job(JobConfig.model_validate(raw).model_copy(update={"strategy": strategy}))
 
 
@@ -95,8 +96,8 @@ def test_an_own_half_is_no_step_over_all_sites() -> None:
 
 def test_every_declared_fit_is_charged() -> None:
     twice = Traits(fits_only=True, fits=2)
-    plan = make_plan(job(algorithm(plain, twice), RECORD).config, algorithm(plain, twice), 100)
-    one = make_plan(job(FedIT(), RECORD).config, FedIT(), 100)
+    plan = make_plan(job(algorithm(plain, twice), PLANNED).config, algorithm(plain, twice), 100)
+    one = make_plan(job(FedIT(), PLANNED).config, FedIT(), 100)
     assert plan is not None
     assert one is not None
     assert plan.event.count == 2 * one.event.count

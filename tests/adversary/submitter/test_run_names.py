@@ -13,7 +13,7 @@ from nvflare.apis.workspace import Workspace
 from consilium.config.run_sections import CrossSiteConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
-from consilium.federation.job_assembly import Job, assemble_job
+from consilium.federation.job_assembly import Job
 from consilium.federation.run_folders import check_run_name, claim_run_folder
 from consilium.flare.job import job_context
 from consilium.flare.job.simulation_settings import OUTPUT
@@ -21,7 +21,7 @@ from consilium.privacy.accounting import Entry
 from consilium.privacy.audit_log import AuditLog
 from consilium.privacy.ledger import Ledger
 from consilium.server.coordinator import Coordinator
-from tests.conftest import small_config
+from tests.conftest import assembled, small_config
 
 ENTRY = Entry("ward-7", "site", "zero-out", "local", "job", "run-1", 0, 0, 20.0, 1.0, 1, 0.3)
 Place = Callable[..., FLContext]
@@ -47,11 +47,18 @@ def submitted(tmp_path: Path) -> Place:
 
 
 def named(experiment: str | None) -> Job:
-    return assemble_job(small_config("fedit").model_copy(update={"experiment": experiment}))
+    return assembled(small_config("fedit").model_copy(update={"experiment": experiment}))
 
 
-@pytest.mark.parametrize("name", ["ledger.sqlite", "audit.jsonl", "AUDIT.JSONL", "owner.json", "runs", "Sites", "server"])
-@pytest.mark.parametrize("state", [True, False], ids=["state", "kit"])
+TAKEN = ["ledger.sqlite", "audit.jsonl", "AUDIT.JSONL", "owner.json", "runs", "Sites", "server"]
+
+
+@pytest.mark.parametrize(
+    ("state", "name"),
+    [(True, name) for name in TAKEN]
+    + [(False, TAKEN[0])]
+    + [pytest.param(False, name, marks=pytest.mark.slow) for name in TAKEN[1:]],
+)
 def test_a_run_named_like_a_file_of_ours_is_refused_and_the_ledger_goes_on(
     name: str, state: bool, submitted: Place, tmp_path: Path
 ) -> None:
@@ -169,6 +176,6 @@ def test_a_record_of_the_owner_that_is_damaged_lets_nobody_in(tmp_path: Path) ->
 
 
 def test_a_long_job_name_makes_a_name_that_can_be(submitted: Place) -> None:
-    job = assemble_job(small_config("fedit").model_copy(update={"name": "n" * 200}))
+    job = assembled(small_config("fedit").model_copy(update={"name": "n" * 200}))
     found = job_context.open_server_folder(submitted("ann"), job)
     assert found.name == "n" * 55 + "-01234567"
