@@ -71,6 +71,25 @@ def odd_values(parameter: Any) -> tuple[str, ...]:
 
 
 CASES = [(words, command, p) for words, command in commands() for p in command.params if odd_values(p)]
+FEW = {
+    NUMBERS: ("nan", "-1", ""),
+    TEXTS: ("", "\x1b[31mred", "\udc80"),
+    PATHS: ("missing", "pipe", "/dev/zero", "[/]", "\udc80"),
+}
+"""Of each list, one of each kind: a parameter that an earlier command has too, read by the same code, is tried with these."""
+
+
+def cases() -> Iterator[Any]:
+    """Yield each parameter with the values that it is tried with; a repeated one also with all, in the slow suite."""
+    seen = set[tuple[str, tuple[str, ...]]]()
+    for words, command, parameter in CASES:
+        name, values = " ".join((*words, parameter.name)), odd_values(parameter)
+        if (parameter.name, values) in seen and values in FEW:
+            yield pytest.param(words, command, parameter, FEW[values], id=name)
+            yield pytest.param(words, command, parameter, values, id=f"{name}, all", marks=pytest.mark.slow)
+        else:
+            yield pytest.param(words, command, parameter, values, id=name)
+        seen.add((parameter.name, values))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -139,16 +158,17 @@ SMALL = {"fit": ("--within=1000",), "phantoms": ("--sites=1", "--training=1", "-
 FIT = {"job": "fit/job.yaml", "kit": "folder", "epsilon": "1", "rounds": "2", "sites": "3", "folder": "out", "output": "out"}
 
 
-@pytest.mark.parametrize(("words", "command", "odd"), CASES, ids=[" ".join((*w, p.name)) for w, _, p in CASES])
+@pytest.mark.parametrize(("words", "command", "odd", "values"), cases())
 def test_an_odd_argument_is_answered_in_a_line(
     words: tuple[str, ...],
     command: Any,
     odd: Any,
+    values: tuple[str, ...],
     place: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for value in odd_values(odd):
+    for value in values:
         monkeypatch.setattr(sys, "argv", line(words, command, odd, value))
         began = time.process_time()
         signal.setitimer(signal.ITIMER_REAL, HANGS)
