@@ -1,6 +1,7 @@
 """What a process loads: a command line and reading a job take no torch, and a server needs nothing of what only sites do."""
 
 import ast
+import gc
 import importlib
 import json
 import os
@@ -210,9 +211,11 @@ def test_what_the_recipes_import_is_there() -> None:
             assert all(hasattr(importlib.import_module(module), name.strip()) for name in names.split(",")), (module, names)
 
 
-def test_what_tests_and_benchmarks_name_is_there() -> None:
+def test_what_tests_and_benchmarks_name_is_there(request: pytest.FixtureRequest) -> None:
     """Some run rarely, so a name of ours that has gone would be noticed late: an import, or what is taken of a module."""
     missing: list[str] = []
+    gc.disable()  # it takes most of the time that parsing does
+    request.addfinalizer(gc.enable)
     for path in sorted((ROOT / "tests").rglob("*.py")):
         nodes, modules = list(ast.walk(ast.parse(path.read_text()))), {}
         for one in nodes:

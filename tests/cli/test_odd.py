@@ -158,7 +158,7 @@ SMALL = {"fit": ("--within=1000",), "phantoms": ("--sites=1", "--training=1", "-
 FIT = {"job": "fit/job.yaml", "kit": "folder", "epsilon": "1", "rounds": "2", "sites": "3", "folder": "out", "output": "out"}
 
 
-@pytest.mark.parametrize(("words", "command", "odd", "values"), cases())
+@pytest.mark.parametrize(("words", "command", "odd", "values"), list(cases()))
 def test_an_odd_argument_is_answered_in_a_line(
     words: tuple[str, ...],
     command: Any,
