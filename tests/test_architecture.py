@@ -1,12 +1,15 @@
 """The rooms of the package and their imports: order, no circles, few late imports; one interface for algorithms."""
 
 import ast
+import gc
 import re
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from itertools import accumulate
 from pathlib import Path
+
+import pytest
 
 from consilium.strategies.registry import STRATEGIES
 
@@ -31,7 +34,7 @@ def imports(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
             yield child
         elif isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
             yield from imports(ast.Module(body=child.orelse, type_ignores=[]))
-        else:
+        elif not isinstance(child, ast.expr):
             yield from imports(child)
 
 
@@ -42,8 +45,28 @@ def modules(statement: ast.Import | ast.ImportFrom) -> list[str]:
 
 
 @cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree(path)))
+
+
+@cache
 def statements(path: Path) -> list[ast.Import | ast.ImportFrom]:
-    return list(imports(ast.parse(path.read_text())))
+    return list(imports(tree(path)))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_collection() -> Iterator[None]:
+    """Let the collector not walk the trees of the whole package again and again: three quarters of what parsing would cost."""
+    gc.disable()
+    yield
+    gc.enable()
+    for cached in (tree, nodes, statements):
+        cached.cache_clear()
 
 
 def imported(path: Path) -> list[str]:
@@ -111,10 +134,9 @@ def test_no_module_imports_itself_through_others() -> None:
 def test_imports_of_ours_are_at_the_top_but_for_these() -> None:
     found = set[str]()
     for name, path in KNOWN.items():
-        tree = ast.parse(path.read_text())
-        nodes = {id(node): node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)}
-        top = set(map(id, tree.body))
-        if any(number not in top and targets(node) for number, node in nodes.items()):
+        top = set(map(id, tree(path).body))
+        found_here = (node for node in nodes(path) if isinstance(node, ast.Import | ast.ImportFrom))
+        if any(id(node) not in top and targets(node) for node in found_here):
             found.add(name.removeprefix("consilium."))
     assert found == set(LATE)
 
@@ -127,22 +149,24 @@ def test_flares_code_is_replaced_in_one_file() -> None:
     """No attribute of something of nvflare's is set elsewhere."""
     found = set[str]()
     for path in (path for path in FILES if "nvflare" in path.read_text()):
-        tree = ast.parse(path.read_text())
         imports_of_flare = [
             s for s in statements(path) if isinstance(s, ast.ImportFrom) and str(s.module).startswith("nvflare")
         ]
         theirs = {alias.asname or alias.name for s in imports_of_flare for alias in s.names}
-        goals = [goal for node in ast.walk(tree) if isinstance(node, ast.Assign) for goal in node.targets]
+        goals = [goal for node in nodes(path) if isinstance(node, ast.Assign) for goal in node.targets]
         sets = [g for g in goals if isinstance(g, ast.Attribute) and isinstance(g.value, ast.Name) and g.value.id in theirs]
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr"]
+        calls = [node for node in nodes(path) if isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr"]
         if sets or calls:
             found.add(path.name)
     assert found == {"patches.py"}
 
 
 def test_an_algorithm_has_few_public_members() -> None:
-    tree = ast.parse((PACKAGE / "strategies" / "strategy.py").read_text())
-    (strategy,) = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "Strategy")
+    (strategy,) = (
+        node
+        for node in nodes(PACKAGE / "strategies" / "strategy.py")
+        if isinstance(node, ast.ClassDef) and node.name == "Strategy"
+    )
     names = [node.name for node in strategy.body if isinstance(node, ast.FunctionDef)]
     names += [ast.unparse(node.target) for node in strategy.body if isinstance(node, ast.AnnAssign)]
     assert len([name for name in names if not name.startswith("_")]) <= MOST_MEMBERS
@@ -152,7 +176,7 @@ def test_no_other_room_asks_for_an_algorithm_by_name() -> None:
     """What an algorithm can do is a trait, which any other may state too."""
     asked = set[str]()
     for path in (path for path in FILES if room(path) != "strategies"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
             if any(isinstance(side, ast.Constant) and side.value in ALGORITHMS for side in sides):
                 asked.add(f"{path.name}:{node.lineno}")
@@ -161,16 +185,15 @@ def test_no_other_room_asks_for_an_algorithm_by_name() -> None:
 
 def lazy_names(path: Path) -> Iterator[str]:
     """Yield the "module:name" of every function that a file calls by text. A module may be a constant of the file."""
-    tree = ast.parse(path.read_text())
     texts = {
         target.id: statement.value.value
-        for statement in tree.body
+        for statement in tree(path).body
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant)
         for target in statement.targets
         if isinstance(target, ast.Name)
     }
-    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-    for node in ast.walk(tree):
+    inside = {id(part) for node in nodes(path) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in nodes(path):
         if isinstance(node, ast.JoinedStr):
             constants = [getattr(getattr(part, "value", None), "id", None) for part in node.values]
             text = "".join(
@@ -194,14 +217,10 @@ def test_every_function_called_by_a_text_exists() -> None:
         place = PACKAGE.parent / module.replace(".", "/")
         file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
         assert file.is_file(), text
-        tree = ast.parse(file.read_text())
-        own = {getattr(statement, "name", "") for statement in tree.body}
-        own |= {alias.asname or alias.name for one in tree.body if isinstance(one, ast.ImportFrom) for alias in one.names}
+        body = tree(file).body
+        own = {getattr(statement, "name", "") for statement in body}
+        own |= {alias.asname or alias.name for one in body if isinstance(one, ast.ImportFrom) for alias in one.names}
         own |= {
-            target.id
-            for one in tree.body
-            if isinstance(one, ast.Assign)
-            for target in one.targets
-            if isinstance(target, ast.Name)
+            target.id for one in body if isinstance(one, ast.Assign) for target in one.targets if isinstance(target, ast.Name)
         }
         assert name in own, text

@@ -1,6 +1,7 @@
 """What a process loads: a command line and reading a job take no torch, and a server needs nothing of what only sites do."""
 
 import ast
+import gc
 import importlib
 import json
 import os
@@ -29,6 +30,8 @@ HEAVY = (
 )
 READ = """
 import sys
+import consilium.cli.main, consilium.config.job
+assert not {{*{heavy!r}, "torch", "numpy", "nvflare"}} & set(sys.modules)
 from typer.testing import CliRunner
 from consilium.adapters.registry import ADAPTERS
 from consilium.cli.main import app
@@ -37,10 +40,11 @@ from consilium.strategies.registry import STRATEGIES
 from consilium.tasks.registry import TASKS
 for registry in (ADAPTERS, MODELS, STRATEGIES, TASKS):
     assert [registry[name] for name in registry] and "torch" not in sys.modules, registry.what
-for words, module in {commands!r}:
-    CliRunner().invoke(app, words)
-    assert "consilium.cli." + module in sys.modules, words
-    assert not {heavy!r} & set(sys.modules), (words, {heavy!r} & set(sys.modules))
+for commands, heavy in (({light!r}, {{*{heavy!r}}}), ({draws!r}, {{*{heavy!r}}} - {{"matplotlib"}})):
+    for words, module in commands:
+        CliRunner().invoke(app, words)
+        assert "consilium.cli." + module in sys.modules, words
+        assert not heavy & set(sys.modules), (words, heavy & set(sys.modules))
 """
 LIGHT = [
     (["--help"], "main"),
@@ -89,30 +93,31 @@ assert called
 """
 
 
+MODULES = "\nimport json, sys\nprint(json.dumps(list(sys.modules)))\n"
+
+
+def done_by(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Return a fresh process that has run `code`."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 def loaded(code: str) -> set[str]:
     """Return the names of all modules in a fresh process after `code`."""
-    code += "\nimport json, sys\nprint(json.dumps(list(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return set(json.loads(done.stdout.splitlines()[-1]))
+    return set(json.loads(done_by(code + MODULES).stdout.splitlines()[-1]))
 
 
-def server(folder: Path, *jobs: str) -> set[str]:
+def server(folder: Path, *jobs: str) -> str:
     paths = [str(ROOT / "jobs" / job) for job in jobs]
-    return loaded(SERVER.format(jobs=paths, folder=str(folder), text="quickstart_text" in jobs))
+    return SERVER.format(jobs=paths, folder=str(folder), text="quickstart_text" in jobs)
 
 
-def test_a_command_line_that_reads_a_job_loads_no_torch() -> None:
-    found = loaded("import consilium.cli.main, consilium.config.job")
-    assert found & {"torch", "numpy", "nvflare", *HEAVY} == set()
-
-
-def test_light_commands_load_no_torch() -> None:
-    loaded(READ.format(commands=LIGHT, heavy={"torch", *HEAVY}))
-
-
-def test_commands_that_draw_load_no_torch() -> None:
-    loaded(READ.format(commands=DRAWS, heavy={"torch", *HEAVY} - {"matplotlib"}))
+def test_light_commands_load_no_torch_nor_do_those_that_draw() -> None:
+    """Nor does a command line that reads a job, which loads no numpy either."""
+    done_by(READ.format(light=LIGHT, draws=DRAWS, heavy=["torch", *HEAVY]))
 
 
 def test_lazy_functions_are_imported_when_they_are_called() -> None:
@@ -123,17 +128,11 @@ def test_lazy_functions_are_imported_when_they_are_called() -> None:
         missing()
 
 
-def test_a_server_of_pictures_loads_nothing_of_the_sites(tmp_path: Path) -> None:
-    found = server(tmp_path, "quickstart")
-    assert {"consilium.server.coordinator", "nvflare", "torch"} <= found
-    assert found & set(HEAVY) == set()
-
-
 @pytest.mark.slow
 def test_a_server_of_cells_and_texts_builds_no_tokenizer_and_loads_little(tmp_path: Path) -> None:
     """Both models are of `transformers`, which loads tokenizers and torch's compiler."""
     allowed = {"transformers", "tokenizers", "torch._dynamo"}
-    assert server(tmp_path, "quickstart_cells", "quickstart_text") & (set(HEAVY) - allowed) == set()
+    assert loaded(server(tmp_path, "quickstart_cells", "quickstart_text")) & (set(HEAVY) - allowed) == set()
 
 
 @pytest.mark.slow
@@ -154,44 +153,52 @@ ONLINE = {
     "HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0", "USE_HUB_KERNELS": "YES",
     "HF_HUB_DISABLE_TELEMETRY": "0", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "0", "DO_NOT_TRACK": "0",
 }  # fmt: skip
+SPINNING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
-def test_libraries_of_a_site_stay_off_the_hub() -> None:
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """Return a process that was a server of pictures, told its modules, then loaded what sites do and told of the hub."""
+    code = server(tmp_path_factory.mktemp("server"), "quickstart") + MODULES + ASKED
+    with pytest.MonkeyPatch.context() as patch:
+        for name in SPINNING:
+            patch.delenv(name, raising=False)
+        return done_by(code, **ONLINE, OMP_DISPLAY_ENV="VERBOSE")
+
+
+def test_a_server_of_pictures_loads_nothing_of_the_sites(whole: subprocess.CompletedProcess[str]) -> None:
+    found = set(json.loads(whole.stdout.splitlines()[-2]))
+    assert {"consilium.server.coordinator", "nvflare", "torch"} <= found
+    assert found & set(HEAVY) == set()
+
+
+def test_libraries_of_a_site_stay_off_the_hub(whole: subprocess.CompletedProcess[str]) -> None:
     """Every module of ours imports the package first. bitsandbytes would fetch code where the hub's package is installed."""
-    done = subprocess.run(
-        [sys.executable, "-c", ASKED],
-        env={**os.environ, **ONLINE}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert json.loads(done.stdout.splitlines()[-1]) == [True] * 5
+    assert json.loads(whole.stdout.splitlines()[-1]) == [True] * 5
 
 
 def test_a_process_that_we_start_inherits_the_offline_switches() -> None:
     """A child that loads none of our modules, as FLARE's processes do before they load the job's."""
     code = "import subprocess, sys, consilium; subprocess.run([sys.executable, '-c', %r], check=True)"
     child = f"import json, os; print(json.dumps({{name: os.environ[name] for name in {sorted(ONLINE)}}}))"
-    done = subprocess.run(
-        [sys.executable, "-c", code % child], env={**os.environ, **ONLINE}, capture_output=True, text=True, check=True
-    )
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(done_by(code % child, **ONLINE).stdout.splitlines()[-1])
     assert all(found[name] != value for name, value in ONLINE.items())
 
 
-def spinning(code: str, **env: str) -> subprocess.CompletedProcess[str]:
-    rest = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
-    return subprocess.run([sys.executable, "-c", code], env=rest | env, capture_output=True, text=True, check=True)
-
-
-def test_threads_of_torch_hardly_spin() -> None:
+def test_threads_of_torch_hardly_spin(whole: subprocess.CompletedProcess[str]) -> None:
     """libgomp itself prints the value that it has read."""
-    said = spinning("import consilium, torch", OMP_DISPLAY_ENV="VERBOSE").stderr
-    if "GOMP_SPINCOUNT" not in said:
+    if "GOMP_SPINCOUNT" not in whole.stderr:
         pytest.skip("torch's threads are not libgomp's here")
-    assert "GOMP_SPINCOUNT = '1000'" in said
+    assert "GOMP_SPINCOUNT = '1000'" in whole.stderr
 
 
 @pytest.mark.parametrize(("wish", "left"), [({"GOMP_SPINCOUNT": "77"}, "77"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")])
-def test_a_user_s_own_setting_of_spinning_threads_stays(wish: dict[str, str], left: str) -> None:
-    assert spinning("import consilium, os; print(os.environ.get('GOMP_SPINCOUNT'))", **wish).stdout.strip() == left
+def test_a_user_s_own_setting_of_spinning_threads_stays(
+    wish: dict[str, str], left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in SPINNING:
+        monkeypatch.delenv(name, raising=False)
+    assert done_by("import consilium, os; print(os.environ.get('GOMP_SPINCOUNT'))", **wish).stdout.strip() == left
 
 
 def test_what_the_recipes_import_is_there() -> None:
@@ -204,9 +211,11 @@ def test_what_the_recipes_import_is_there() -> None:
             assert all(hasattr(importlib.import_module(module), name.strip()) for name in names.split(",")), (module, names)
 
 
-def test_what_tests_and_benchmarks_name_is_there() -> None:
+def test_what_tests_and_benchmarks_name_is_there(request: pytest.FixtureRequest) -> None:
     """Some run rarely, so a name of ours that has gone would be noticed late: an import, or what is taken of a module."""
     missing: list[str] = []
+    gc.disable()  # it takes most of the time that parsing does
+    request.addfinalizer(gc.enable)
     for path in sorted((ROOT / "tests").rglob("*.py")):
         nodes, modules = list(ast.walk(ast.parse(path.read_text()))), {}
         for one in nodes:

@@ -7,7 +7,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any, Self
 from unittest.mock import Mock
@@ -18,7 +17,6 @@ import yaml
 
 from consilium.cli.main import app, main
 from consilium.core.errors import ConfigError
-from consilium.core.lazy import resolve
 from tests.conftest import small_config
 
 NUMBERS = ("nan", "inf", "-inf", "-1", "0", "1e400", "x", "9" * 40, "")
@@ -37,6 +35,7 @@ PATHS = (
     "\udc80",
     "",
 )
+JOB = yaml.safe_dump(small_config(rounds=1, local_steps=1).model_dump())
 SECONDS = 5.0
 HANGS = 60.0
 """Seconds after which a command that waits for ever is broken off, so that the test fails."""
@@ -47,16 +46,18 @@ def hangs(number: int, frame: Any) -> None:
     raise AssertionError("hangs")
 
 
+PROGRAM = typer.main.get_command(app)
+"""Typer builds all commands anew for each call: once is enough, and half of what these tests would cost."""
+
+
 def commands(group: Any = None, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield the words and the description of every command."""
-    group = group or typer.main.get_command(app)
+    group = group or PROGRAM
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
             yield from commands(command, (*words, name))
         else:
-            own = typer.Typer(add_completion=False)
-            own.command(name)(resolve(command.target))  # the program imports a command's module only when it is called
-            yield (*words, name), typer.main.get_command(own)
+            yield (*words, name), command.own
 
 
 def odd_values(parameter: Any) -> tuple[str, ...]:
@@ -70,10 +71,25 @@ def odd_values(parameter: Any) -> tuple[str, ...]:
 
 
 CASES = [(words, command, p) for words, command in commands() for p in command.params if odd_values(p)]
+FEW = {
+    NUMBERS: ("nan", "-1", ""),
+    TEXTS: ("", "\x1b[31mred", "\udc80"),
+    PATHS: ("missing", "pipe", "/dev/zero", "[/]", "\udc80"),
+}
+"""Of each list, one of each kind: a parameter that an earlier command has too, read by the same code, is tried with these."""
 
 
-built = cache(typer.main.get_command)
-"""Typer builds all commands again for each call: once is enough, and half of what these tests cost."""
+def cases() -> Iterator[Any]:
+    """Yield each parameter with the values that it is tried with; a repeated one also with all, in the slow suite."""
+    seen = set[tuple[str, tuple[str, ...]]]()
+    for words, command, parameter in CASES:
+        name, values = " ".join((*words, parameter.name)), odd_values(parameter)
+        if (parameter.name, values) in seen and values in FEW:
+            yield pytest.param(words, command, parameter, FEW[values], id=name)
+            yield pytest.param(words, command, parameter, values, id=f"{name}, all", marks=pytest.mark.slow)
+        else:
+            yield pytest.param(words, command, parameter, values, id=name)
+        seen.add((parameter.name, values))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -87,14 +103,15 @@ def _imports() -> None:
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder with one of each odd thing, and a job to give where only another argument is odd."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("typer.main.get_command", built)
+    monkeypatch.setattr("typer.main.get_command", lambda _: PROGRAM)
     signal.signal(signal.SIGALRM, hangs)
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty").touch()
     (tmp_path / "file").write_text("x")
     (tmp_path / "binary").write_bytes(bytes(range(256)) * 16)
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(small_config(rounds=1, local_steps=1).model_dump()))
+    (tmp_path / "fit").mkdir()  # an empty path is the folder itself, where a job would be trained and measured
+    (tmp_path / "fit/job.yaml").write_text(JOB)
     monkeypatch.setattr("consilium.runtime.engine.simulate", lambda job, sites, folder, *rest: no_results(folder))
     monkeypatch.setattr("consilium.cli.simulate.Simulator", NoSimulator)
     monkeypatch.setattr("consilium.cli.poc._start_and_wait", Mock(side_effect=ConfigError("no federation is started")))
@@ -121,7 +138,7 @@ class NoSimulator:
 def no_results(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "results.json").write_text("{}")
-    (folder / "job.yaml").write_text(yaml.safe_dump(small_config(rounds=1, local_steps=1).model_dump()))
+    (folder / "job.yaml").write_text(JOB)
 
 
 def line(words: tuple[str, ...], command: Any, odd: Any, value: str) -> list[str]:
@@ -138,19 +155,20 @@ def line(words: tuple[str, ...], command: Any, odd: Any, value: str) -> list[str
 
 SMALL = {"fit": ("--within=1000",), "phantoms": ("--sites=1", "--training=1", "--validation=0", "--test=0", "--size=16")}
 """What keeps a command short; an odd value of the same option comes later and counts."""
-FIT = {"job": "job.yaml", "kit": "folder", "epsilon": "1", "rounds": "2", "sites": "3", "folder": "out", "output": "out"}
+FIT = {"job": "fit/job.yaml", "kit": "folder", "epsilon": "1", "rounds": "2", "sites": "3", "folder": "out", "output": "out"}
 
 
-@pytest.mark.parametrize(("words", "command", "odd"), CASES, ids=[" ".join((*w, p.name)) for w, _, p in CASES])
+@pytest.mark.parametrize(("words", "command", "odd", "values"), list(cases()))
 def test_an_odd_argument_is_answered_in_a_line(
     words: tuple[str, ...],
     command: Any,
     odd: Any,
+    values: tuple[str, ...],
     place: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for value in odd_values(odd):
+    for value in values:
         monkeypatch.setattr(sys, "argv", line(words, command, odd, value))
         began = time.process_time()
         signal.setitimer(signal.ITIMER_REAL, HANGS)
@@ -175,7 +193,7 @@ def test_the_walk_finds_the_commands() -> None:
 
 
 def test_json_stays_json(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["consilium", "simulate", "job.yaml", "--workspace", "[/]", "--format", "json"])
+    monkeypatch.setattr(sys, "argv", ["consilium", "simulate", "fit/job.yaml", "--workspace", "[/]", "--format", "json"])
     with pytest.raises(SystemExit):
         main()
     assert json.loads(capsys.readouterr().out)["workspace"] == "[/]"

@@ -26,10 +26,11 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Leave a job of texts and three sites' data in an empty folder, which is then the one to work in."""
     monkeypatch.chdir(tmp_path)
     raw = small_text(rounds=1, local_steps=1).model_dump() | {"data": {"phantoms": None}}
+    raw["task"]["max_new_tokens"] = 1
     Path("job.yaml").write_text(yaml.safe_dump(raw))
     for name in SITES:
         (folder := Path("data", name)).mkdir(parents=True)
-        for split, count in (("training", 6), ("test", 3)):
+        for split, count in (("training", 6), ("test", 2)):
             (folder / f"{split}.jsonl").write_text(records(name, count))
     return tmp_path
 

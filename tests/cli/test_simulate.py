@@ -19,7 +19,7 @@ from consilium.config.site import DatasetConfig, SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.federation.site_names import sites_record
 from consilium.report.live_view import LiveView
-from tests.conftest import JOBS, run, small_config
+from tests.conftest import JOBS, run, small_config, training_only
 
 JOB = ["simulate", str(JOBS / "quickstart")]
 
@@ -142,7 +142,8 @@ def test_ctrl_c_tells_the_command_to_go_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(small_config(rounds=2, local_steps=1).model_dump()))
+    config = training_only(small_config(rounds=2, local_steps=1), test=1)
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(config.model_dump()))
 
     shown = LiveView.__call__
 

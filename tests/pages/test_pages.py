@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,7 @@ def _commands(page: str) -> list[str]:
     return [block.text for block in blocks(page) if block.language == "bash"]
 
 
+@cache
 def _fields() -> dict[str, set[str]]:
     """Return the fields of every section of job.yaml and of site.yaml's privacy, of whatever kind."""
     sections: dict[str, list[type]] = {

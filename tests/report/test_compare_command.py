@@ -42,21 +42,20 @@ def test_the_command_writes_every_format(tmp_path: Path, monkeypatch: pytest.Mon
     for end in ("md", "tex", "csv", "json", "txt", "html"):
         assert run(monkeypatch, "compare", *folders, "-o", tmp_path / f"out.{end}") == 0
         assert "ffa" in (tmp_path / f"out.{end}").read_text()
+    for end in ("csv", "json", "html"):
         assert run(monkeypatch, "compare", *folders, "--metric", "loss", "-o", tmp_path / f"loss.{end}") == 0
     assert ",loss,1.5," in (tmp_path / "loss.csv").read_text()
     assert 1.5 in [one["value"] for one in json.loads((tmp_path / "loss.json").read_text())["records"]]
     assert re.search(r"Scores by method and site\. \w+, mean over sites: fedit 1\.500", (tmp_path / "loss.html").read_text())
-    monkeypatch.chdir(folders[0])
-    assert run(monkeypatch, "compare", ".", "-o", tmp_path / "one.html") == 0
-    assert f"<title>{folders[0].name}" in (tmp_path / "one.html").read_text()
 
 
 def test_a_missing_picture_is_named_once_on_the_page_and_once_for_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make(tmp_path / "run", {"a": 0.5})
+    monkeypatch.chdir(make(tmp_path / "one", {"a": 0.5}))
     page = tmp_path / "page.html"
-    assert run(monkeypatch, "compare", tmp_path / "run", "-o", page, "--pictures", tmp_path / "pictures") == 0
+    assert run(monkeypatch, "compare", ".", "-o", page, "--pictures", tmp_path / "pictures") == 0
+    assert "<title>one" in page.read_text()
     assert page.read_text().count("no axis of a study has numbers") == 1
     assert capsys.readouterr().err.count("note: no along: no axis of a study has numbers") == 1
 

@@ -48,8 +48,16 @@ def sizes(figure: Figure) -> set[float]:
 def test_pictures_are_as_wide_as_a_column_or_a_page_with_letters_of_a_paper(
     columns: int, inches: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """They have no title: a paper has a caption below a picture."""
     folders = made(tmp_path, {"fedit": [[0.2, 0.6], [0.4, 0.8]], "ffa_lora": [[0.1, 0.1], [0.9, 0.9]]})
     pictures = tmp_path / "pictures"
+    saved, save = [], Figure.savefig
+
+    def watched(figure: Figure, *values: object, **more: object) -> None:
+        saved.append(figure)
+        save(figure, *values, **more)
+
+    monkeypatch.setattr(Figure, "savefig", watched)
     assert run(monkeypatch, "compare", *folders, "--pictures", pictures, "--columns", columns) == 0
     names = {path.name for path in pictures.iterdir()}
     endings = ("png", "pdf", "svg", "csv")
@@ -70,19 +78,6 @@ def test_pictures_are_as_wide_as_a_column_or_a_page_with_letters_of_a_paper(
     assert {(row["method"], row["seed"], row["rounds"]) for row in table} == {
         (method, seed, rounds) for method in ("fedit", "ffa_lora") for seed in "01" for rounds in "012"
     }
-
-
-def test_pictures_have_no_title(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A paper has a caption below a picture."""
-    folders = made(tmp_path, {"fedit": [[0.2, 0.6], [0.4, 0.8]], "ffa_lora": [[0.1, 0.1], [0.9, 0.9]]})
-    saved, save = [], Figure.savefig
-
-    def watched(figure: Figure, *values: object, **more: object) -> None:
-        saved.append(figure)
-        save(figure, *values, **more)
-
-    monkeypatch.setattr(Figure, "savefig", watched)
-    assert run(monkeypatch, "compare", *folders, "--pictures", tmp_path / "pictures") == 0
     assert len(saved) >= 3
     titles = [axis.get_title(where) for one in saved for axis in one.axes for where in ("left", "center", "right")]
     assert {*titles, *(one.get_suptitle() for one in saved)} == {""}

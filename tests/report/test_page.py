@@ -19,7 +19,7 @@ from consilium.core.messages import Stage
 from consilium.federation.job_assembly import assemble_job
 from consilium.report.compare.comparability import group_comparable
 from consilium.report.compare.tables import comparison_tables
-from consilium.report.page import site_section
+from consilium.report.page import run_page as run_pages, site_section
 from consilium.report.page.run_page import ledger_path, run_page, site_page, study_page
 from consilium.report.run_record import read_finished_run, read_run
 from consilium.runtime.engine import simulate
@@ -45,8 +45,12 @@ def page(folder: Path) -> Page:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the figures, which take most of a page's time."""
-    for name in ("curve_figure", "score_intervals_figure", "distribution_figure"):
-        monkeypatch.setattr(site_section, name, lambda *values: None)
+    for place, name in (
+        (run_pages, "draw_curves"),
+        (run_pages, "score_intervals_figure"),
+        (site_section, "distribution_figure"),
+    ):
+        monkeypatch.setattr(place, name, lambda *values: None)
 
 
 def add(folder: Path, *lines: object) -> None:

@@ -70,8 +70,8 @@ def test_a_learning_curve_ends_with_the_model_that_the_table_scores(tmp_path: Pa
     for rounds in (1, 2):
         raw = small_cells("fedit", rounds=rounds, local_steps=1).model_dump()
         raw["data"]["phantoms"] |= {"training": 5, "validation": 5, "test": 5}
-        config = JobConfig.model_validate(raw)
-        simulate(assemble_job(config), {"a": SiteConfig(), "b": SiteConfig()}, tmp_path / str(rounds), lambda event: None)
+        raw["federation"]["min_sites"] = 1
+        simulate(assemble_job(JobConfig.model_validate(raw)), {"a": SiteConfig()}, tmp_path / str(rounds), lambda event: None)
     short, long = (read_finished_run(tmp_path / name) for name in ("1", "2"))
     curve, longer = (one.validation_curves(Stage.GLOBAL, "loss")["a"] for one in (short, long))
     assert (sorted(curve), sorted(longer)) == ([0, 1], [0, 1, 2])

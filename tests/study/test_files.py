@@ -1,6 +1,7 @@
 """The studies in jobs/studies, whichever there are: every cell is a valid job, in every size."""
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
@@ -8,9 +9,10 @@ import pytest
 
 from consilium.cli.options import TFLOPS, gpu_hours
 from consilium.cli.study_list import hours_text
+from consilium.config.job import JobConfig
 from consilium.config.site import Given
 from consilium.report.untrusted_files import read_json
-from consilium.study.definition import Cell, Size, load
+from consilium.study.definition import Cell, Size, Study, load
 from consilium.study.preflight import Planner
 from consilium.study.records import CACHE
 from consilium.study.runner import run_cell
@@ -20,12 +22,21 @@ STUDIES = sorted((JOBS / "studies").glob("*.yaml"))
 SIZES = get_args(Size)
 
 
+@cache
+def whole(path: Path) -> Study:
+    """Return a study at its full size, whose cells are validated once for all tests here."""
+    return load(path)
+
+
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_every_cell_of_a_study_is_a_valid_job(path: Path) -> None:
-    """`cells` raises for a field, a value or a cell that is not right."""
+    """`cells` raises for a field, a value or a cell that is not right. A job that is written out is the same job."""
     for size in SIZES:
-        study = load(path, size)
+        study = load(path, size) if size else whole(path)
         assert len(study.cells()) == len(study.unfiltered_grid()) - len(study.excluded()) > 0
+    for cell in whole(path).cells()[::29]:
+        config = cell.load()
+        assert JobConfig.model_validate(config.model_dump()) == config, cell.display_name
 
 
 OTHER_LAYERS = {"fedhera_table14", "iat_figure3", "privacy_utility_rbc12"}
@@ -36,11 +47,13 @@ OTHER_LAYERS = {"fedhera_table14", "iat_figure3", "privacy_utility_rbc12"}
 def test_methods_that_are_compared_adapt_the_same_layers(path: Path) -> None:
     """An axis' value that replaces the base job's whole adapter loses its targets, and the comparison its meaning."""
     found: dict[str, set[str]] = {}
-    seen: dict[str, Cell] = {" ".join(t for a, t in cell.labels.items() if a != "seed"): cell for cell in load(path).cells()}
-    for cell in seen.values():
+    seen = dict[tuple[str, ...], Cell]()  # the first of those whose model and adapter are set in the same way
+    for cell in whole(path).cells():
+        own = (text for text in cell.overrides if text.startswith(("adapter", "model")))
+        seen.setdefault((cell.labels.get("model", ""), *own), cell)
+    for (model, *_), cell in seen.items():
         layers = getattr(cell.load().adapter, "targets", None)
         if layers is not None:
-            model = " ".join(text for axis, text in cell.labels.items() if axis == "model")
             found.setdefault(model, set()).add(layers)
     assert all(len(layers) == 1 for layers in found.values()), found
 

@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
-from functools import reduce
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from consilium.core.errors import DataError
 from consilium.data.importers.base import Options
 from consilium.estimates.communication import own_cost
 from consilium.federation.job_assembly import assemble_job
-from consilium.study.definition import Cell, load
+from consilium.study.definition import Cell, Study, load
 from tests.conftest import JOBS, run
 from tests.data.importing import OUTER, import_set, mask, picture, splits_of
 from tests.tools.papers import PAGE, marks, of_jobs, papers, rewritten
@@ -33,13 +33,18 @@ LARGE = {"alpaca": 52_000, "metamathqa": 395_000}
 """Records of sets without a published test split, as their publishers tell; a few of Alpaca's 52,002 have no output."""
 
 
+@cache
+def read(study: str) -> Study:
+    return load(STUDIES / f"{study}.yaml")
+
+
 def cells(study: str) -> list[Cell]:
-    return load(STUDIES / f"{study}.yaml").cells()
+    return read(study).cells()
 
 
 def commands(study: str) -> Iterator[list[str]]:
     """Return the words of every `data ...` that a study needs; options alone are those of a partition."""
-    for text in re.findall(r"`((?:data |--)[^`]*)`", load(STUDIES / f"{study}.yaml").config.needs):
+    for text in re.findall(r"`((?:data |--)[^`]*)`", read(study).config.needs):
         words = shlex.split(re.sub(r"\b[A-Z]+\b", lambda found: STANDS_FOR.get(found[0], found[0]), text))
         yield words if words[0] == "data" else ["data", "partition", "SOURCE", "DATA", *words]
 
@@ -72,7 +77,10 @@ def test_fedheras_counts_are_all_records_cut_at_each_site(study: str) -> None:
             assert total == size
 
 
-@pytest.mark.parametrize(("study", "name"), [("fedhera_table1", "alpaca"), ("fedhera_table14", "metamathqa")])
+@pytest.mark.parametrize(
+    ("study", "name"),
+    [("fedhera_table1", "alpaca"), pytest.param("fedhera_table14", "metamathqa", marks=pytest.mark.slow)],
+)
 def test_no_record_is_lost_on_the_way_to_the_sites(
     study: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,7 +143,7 @@ def test_fedscas_figure_7_has_its_curves(tmp_path: Path, monkeypatch: pytest.Mon
     assert (tmp_path / "pictures/curves.png").is_file()
 
 
-@pytest.mark.parametrize("study", FEDSCA)
+@pytest.mark.parametrize("study", [FEDSCA[0], *(pytest.param(one, marks=pytest.mark.slow) for one in FEDSCA[1:])])
 def test_every_method_on_adapters_of_fedscas_tables_trains_what_its_table_3_prints(study: str) -> None:
     """Zhang et al., Table 3: 56.2M for each (MiB of float32), so adapters and decoder; -F, all of SAM, has another number."""
     names = {cell.labels["method"]: cell for cell in cells(study) if not cell.labels["method"].endswith("-F")}

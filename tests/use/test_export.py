@@ -37,7 +37,7 @@ def kept(folder: Path, config: JobConfig, base_sha256: str = "", **forward: Any)
     return folder
 
 
-@pytest.mark.parametrize(("dtype", "said"), [("fp32", False), ("bf16", False), ("nf4", True), ("int8", True)])
+@pytest.mark.parametrize(("dtype", "said"), [("bf16", False), ("nf4", True), ("int8", True)])
 def test_a_peft_folder_says_that_its_base_was_quantized(dtype: str, said: bool, tmp_path: Path) -> None:
     """Its card's scores are those of the quantized base, and PEFT alone does not ask for one."""
     found = open_model(kept(tmp_path / "kept", LORA), own=HERE)
@@ -76,7 +76,16 @@ def test_peft_alone_loads_the_adapter(tmp_path: Path) -> None:
 APART = changed(CELLS, strategy={"name": "fedit"}, adapter={"rank": 2, "targets": "qv"})
 
 
-@pytest.mark.parametrize("config", [FUNDUS, LORA, CELLS, APART, small_text()], ids=["sam", "decoder", "head", "qv", "text"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(FUNDUS, id="sam", marks=pytest.mark.slow),  # LORA without the decoder
+        pytest.param(LORA, id="decoder"),
+        pytest.param(CELLS, id="head"),
+        pytest.param(APART, id="qv"),
+        pytest.param(small_text(), id="text"),
+    ],
+)
 def test_the_code_of_a_peft_card_runs_as_it_is_printed(
     config: JobConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

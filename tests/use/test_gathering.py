@@ -29,6 +29,7 @@ from tests.conftest import run, small_text
 from tests.models.folders import config_of, save_folder
 from tests.tasks.test_conversations import CHATS, NO_PLACE, REFUSING, speaking
 from tests.use.handing import CELLS, FUNDUS, HERE, trained
+from tests.use.test_export import kept
 from tests.use.test_predict import noise
 
 
@@ -194,17 +195,18 @@ def test_too_many_for_the_memory_name_the_option(fundus: TrainedModel, folder: P
     handle.remove()
 
 
-@pytest.mark.parametrize(("device", "said"), [("cuda:7", "the last CUDA device here is cuda:1"), ("cuda:256", "cuda:1")])
 def test_a_device_that_is_not_here_names_the_option(
-    device: str, said: str, finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert run(monkeypatch, "predict", finished, finished, "-o", finished / "out", "--device", device) == 2
-    told = capsys.readouterr().err
-    assert f"--device: {device!r}: " in told
-    assert said in told
-    assert "site.yaml" not in told
+    folder = kept(tmp_path / "kept", FUNDUS)
+    for device, said in (("cuda:7", "the last CUDA device here is cuda:1"), ("cuda:256", "cuda:1")):
+        assert run(monkeypatch, "predict", folder, tmp_path, "-o", tmp_path / "out", "--device", device) == 2
+        told = capsys.readouterr().err
+        assert f"--device: {device!r}: " in told
+        assert said in told
+        assert "site.yaml" not in told
 
 
 def test_records_are_answered_as_each_alone_in_files_of_their_names(tmp_path: Path) -> None:

@@ -376,7 +376,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "loop")) for kind in BAD])
 def test_a_source_that_no_job_could_use_is_refused_and_nothing_is_written(kind: str, tmp_path: Path) -> None:
     source = save_folder(tmp_path / "source")
     spoil, message = BAD[kind]
@@ -385,6 +385,14 @@ def test_a_source_that_no_job_could_use_is_refused_and_nothing_is_written(kind: 
         import_model(source, tmp_path / "made")
     assert "\n" not in str(found.value)
     assert not (tmp_path / "made").exists()
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a base and its adapter, to be copied and spoilt."""
+    folder = tmp_path_factory.mktemp("adapted")
+    peft_folder(save_folder(folder / "base"), folder / "adapter")
+    return folder
 
 
 def test_another_template_is_the_remedy_for_one_that_fails(tmp_path: Path) -> None:
@@ -423,12 +431,13 @@ def test_another_template_is_the_remedy_for_one_that_fails(tmp_path: Path) -> No
         ),
     ],
 )
-def test_an_adapter_that_cannot_be_merged_is_refused(spoil: Callable[[Path], None], message: str, tmp_path: Path) -> None:
-    base = save_folder(tmp_path / "base")
-    peft_folder(base, tmp_path / "adapter")
+def test_an_adapter_that_cannot_be_merged_is_refused(
+    spoil: Callable[[Path], None], message: str, adapted: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(adapted, tmp_path, dirs_exist_ok=True)
     spoil(tmp_path / "adapter")
     with pytest.raises((CheckpointError, ConfigError), match=rf"\A--adapter: .*{message}"):
-        import_model(base, tmp_path / "made", tmp_path / "adapter")
+        import_model(tmp_path / "base", tmp_path / "made", tmp_path / "adapter")
 
 
 def test_damaged_and_several_gguf_files(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import io
 import os
 import sys
 from collections.abc import Mapping
+from functools import cached_property
 from importlib import resources
 from typing import Annotated, Any, NamedTuple, NoReturn
 
@@ -32,11 +33,16 @@ class LazyCommand(TyperCommand):
         super().__init__(name, rich_help_panel=panel)
         self.target = target
 
-    def make_context(self, *args: Any, **kwargs: Any) -> Any:
-        """Import the function, and return the context of its command."""
+    @cached_property
+    def own(self) -> Any:
+        """The function's command, with its parameters."""
         own = typer.Typer(add_completion=False)
         own.command(self.name)(resolve(self.target))
-        return typer.main.get_command(own).make_context(*args, **kwargs)
+        return typer.main.get_command(own)
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Import the function, and return the context of its command."""
+        return self.own.make_context(*args, **kwargs)
 
     def read_help(self) -> None:
         """Take the help from the function's docstring in its file, without importing it."""
