@@ -80,7 +80,7 @@ def _equal_work_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 
 PICTURES_ASIDE = ("adapters", "adversary", "federation", "plugin", "privacy", "recipes", "strategies", "training")
-"""Rooms that look at no picture: their runs draw few and small ones, and no curves or confusion tables, which costs a third less."""
+"""Rooms that look at no picture: their runs draw few and small ones, and no curves or confusion tables: a third less to do."""
 
 
 @pytest.fixture(autouse=True, scope="module")
