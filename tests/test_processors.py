@@ -16,8 +16,18 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 LEVELS = ("default", "avx2", "avx512")
-PLAINEST = {"ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX2,-FMA"}
-"""No vector units in oneDNN and MKL, no fused multiply-add in the C library's exp and log."""
+LIMITS = {
+    "default": {
+        "ONEDNN_MAX_CPU_ISA": "SSE41",
+        "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+        "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX2,-FMA",
+    },
+    "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+}
+"""At most these vector units in oneDNN; at the plainest level in MKL too, and no fused multiply-add in the C library's exp and log.
+
+Without a limit of oneDNN's, attention in bf16 at torch's level avx2 asks a processor with AMX for AVX-512, and fails.
+"""
 CORES = {"default": "Prescott", "avx2": "Haswell"}
 """OpenBLAS' kernels, as it is told."""
 NAMES = {"default": ("Prescott", "Katmai"), "avx2": ("Haswell",)}
@@ -47,7 +57,7 @@ def of_numpy() -> list[str]:
 
 def choice(level: str) -> dict[str, str]:
     """Return the environment in which torch, numpy, OpenBLAS and, at the plainest level, all else keep to this level."""
-    chosen = {"ATEN_CPU_CAPABILITY": level} | (PLAINEST if level == "default" else {})
+    chosen = {"ATEN_CPU_CAPABILITY": level} | LIMITS.get(level, {})
     if platform.machine() == "x86_64" and level in CORES:
         over = [name for name in of_numpy() if level == "default" or name != "X86_V3"]  # V3 is AVX2's
         chosen |= {"NPY_DISABLE_CPU_FEATURES": " ".join(over), "OPENBLAS_CORETYPE": CORES[level]}

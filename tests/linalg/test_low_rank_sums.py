@@ -133,13 +133,12 @@ SPECTRA = {
 }
 
 
-@pytest.mark.parametrize("converges", [True, False])
-@pytest.mark.parametrize("name", SPECTRA)
+@pytest.mark.parametrize(("name", "converges"), [*((name, True) for name in SPECTRA), ("flat", False), ("rank 20", False)])
 def test_a_large_dense_update_has_the_values_of_the_full_svd(
     name: str, converges: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PITFALL: a fixed number of iterations is 2.6 % off on a flat spectrum, and nobody knows."""
-    matrix = shaped(1024, 700, SPECTRA[name][:700])
+    matrix = shaped(640, 560, SPECTRA[name][:560])
     if not converges:
         monkeypatch.setattr(low_rank_sums, "_iterated_triplets", lambda *_: None)
     truth = torch.linalg.svdvals(matrix.double())[:32]

@@ -217,8 +217,15 @@ def test_classes_without_boxes_are_the_masks_that_sam_has(tmp_path: Path) -> Non
         prepare_linear_layers(model, MODELS["sam"].target("qv"))
 
 
-@pytest.mark.parametrize("kind", ["sam", "sam_hq"])
-@pytest.mark.parametrize("prompt", ["none", "box", "point"])
+@pytest.mark.parametrize(
+    ("kind", "prompt"),
+    [
+        ("sam", "none"),
+        ("sam_hq", "box"),
+        ("sam", "point"),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("sam_hq", "none"), ("sam", "box"), ("sam_hq", "point"))),
+    ],
+)
 def test_a_sam_folder_takes_smaller_pictures_by_interpolated_positions(kind: str, prompt: str, tmp_path: Path) -> None:
     """At 16 of 32 pixels; `transformers`' own class, made for 16 pixels, answers the same from the same numbers."""
     made = make(tmp_path / "base", kind, PROMPTABLE[kind])

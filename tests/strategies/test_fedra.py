@@ -116,6 +116,7 @@ def test_a_missing_tensor_of_no_block_is_an_error(tmp_path: Path) -> None:
         site.context.load_payload({}, replace(sent, tensors={n: t for n, t in sent.tensors.items() if n != lost}))
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_ends_as_an_uninterrupted_one(tmp_path: Path) -> None:
     job, sites = assemble_job(small({"kind": "bottleneck", "width": 4}, rounds=2)), {n: SiteConfig() for n in ("a", "b")}
     snapshot = Snapshot(tmp_path / "run", lambda event: event["event"] == "round" and event["round"] == 1)

@@ -74,7 +74,7 @@ def small(strategy: object, **sections: object) -> JobConfig:
     return JobConfig.model_validate(raw | {"strategy": strategy} | sections)
 
 
-@pytest.mark.parametrize("name", ["flora", "flexlora"])
+@pytest.mark.parametrize("name", ["flora", pytest.param("flexlora", marks=pytest.mark.slow)])
 def test_a_plain_lora_job_runs_and_exports_plain_peft(name: str, tmp_path: Path) -> None:
     job = assemble_job(small(name, adapter={"rank": 4, "alpha": 8}))
     assert isinstance(job.strategy, UnequalRanks)

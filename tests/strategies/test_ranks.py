@@ -137,8 +137,8 @@ def test_what_cannot_hold_is_refused(changes: dict, message: str) -> None:
 
 def test_local_noise_protects_uploads_of_every_shape(tmp_path: Path) -> None:
     raw = load_job(JOBS / "quickstart_hera").model_dump()
-    raw["training"] |= {"rounds": 2, "local_steps": 1, "batch_size": 2}
-    raw["data"]["phantoms"] |= {"training": 4, "validation": 1, "test": 1}
+    raw["training"] |= {"rounds": 1, "local_steps": 1, "batch_size": 2}
+    raw["data"]["phantoms"] |= {"training": 4, "validation": 0, "test": 1}
     raw["privacy"] = {"unit": "site", "noise_multiplier": 0.5, "clip": 0.1, "delta": 1e-5}
     events: list = []
     sites = {f"site-{i}": SiteConfig() for i in (1, 2, 3)}

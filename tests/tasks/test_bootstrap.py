@@ -48,8 +48,8 @@ def test_a_thousand_resamples_of_one_seed_come_in_parts(room: int, parts: list[i
 
 
 def test_many_groups_come_in_parts_and_stay_within_memory() -> None:
-    found = interval([0.0, 1.0] * 50_000)
-    assert (found["x_low"], found["x_high"]) == pytest.approx((0.5 - 0.0031, 0.5 + 0.0031), abs=0.0006)
+    found = interval([0.0, 1.0] * 10_000)
+    assert (found["x_low"], found["x_high"]) == pytest.approx((0.5 - 0.0069, 0.5 + 0.0069), abs=0.0013)
 
 
 def test_groups_are_numbered_as_they_come_and_summed() -> None:

@@ -128,10 +128,10 @@ RECORD = {"unit": "record", "epsilon": 8.0, "delta": 1e-3, "clip": 1.0}
     ("strategy", "privacy"),
     [
         ("fedit", None),
-        ("fedhera", None),
-        ("scaffold", None),
+        pytest.param("fedhera", None, marks=pytest.mark.slow),
+        pytest.param("scaffold", None, marks=pytest.mark.slow),
         ("fedit", RECORD),
-        ("fedit", RECORD | {"unit": "patient"}),
+        pytest.param("fedit", RECORD | {"unit": "patient"}, marks=pytest.mark.slow),
         ("fedit", {"unit": "site", "epsilon": 20.0, "delta": 1e-2, "clip": 1.0}),
     ],
 )

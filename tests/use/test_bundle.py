@@ -166,13 +166,20 @@ def test_points_of_a_bundle_are_scaled_as_their_picture_is(tmp_path: Path) -> No
         ("image,class,x,y\nonne.png,b,1,2", r"p\.csv: names no image 'one\.png'; add one, or leave the picture out"),
         ("image,class,x,y\none.png,b,1,2o", r"row 1: has a value that is not a number"),
         ("image,class,x,y\none.png,b,1,2\none.png,b,3,4", r"row 2: one\.png has two for 'b'; keep one"),
+        ("image,class,x,y\none.png,b,1,nan", r"row 1: has a value that is not 0 or more"),
+        ("image,class,x,y\none.png,b,1,-2", r"row 1: has a value that is not 0 or more"),
+        ("image,class,x,y\none.png,b,1,8", r"one\.png: \[1\.0, 8\.0\] lies outside its 8x8 pixels; write pixels from the left"),
+        ("image,class,x,y,x2,y2\none.png,b,1,5,3,4", r"row 1: its sides are not left < right and top < bottom; write pixels"),
+        ("image,class,x,y,x2,y2\none.png,b,-5,1,-3,4", r"one\.png: \[-5\.0, 1\.0, -3\.0, 4\.0\] lies outside its 8x8 pixels"),
     ],
 )
 def test_prompts_that_a_bundle_cannot_use_are_refused(text: str, said: str, tmp_path: Path) -> None:
     file = picture(tmp_path / "one.png", (8, 8, 3))
     (tmp_path / "p.csv").write_text(text)
+    columns = ["x", "y", "x2", "y2"] if "x2" in text else ["x", "y"]
+    read = bundle_scripts.ReadPicture(64, "stretch", (0, 0, 0))
     with pytest.raises(ValueError, match=said):
-        bundle_scripts.find_pictures(str(file), str(tmp_path / "p.csv"), ["a", "b"], ["x", "y"])
+        list(map(read, bundle_scripts.find_pictures(str(file), str(tmp_path / "p.csv"), ["a", "b"], columns)))
 
 
 @pytest.mark.parametrize("resize", ["stretch", "pad"])

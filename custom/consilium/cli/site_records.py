@@ -89,7 +89,8 @@ def ledger(
     lines = [*_lines(found, every)]
     if not found:
         whole = ", ".join(f"one {unit}: epsilon {b.epsilon:g} at delta {b.delta:g}" for unit, b in budgets.items())
-        lines.append("nothing was released yet" + (f"; the whole budget is left ({whole})" if whole else ""))
+        absent = "" if paths else f"{path}: no such file: "  # of a copy of site.yaml outside its kit it may be elsewhere
+        lines.append(f"{absent}nothing was released yet" + (f"; the whole budget is left ({whole})" if whole else ""))
     emit({"data_sets": found, **({"rows": every} if rows else {})}, lines, format)
     if is_site(where):  # jobs are refused if the records of what left name rows that the ledger lacks
         records = find_site_records(where)

@@ -4,6 +4,7 @@ It needs only MONAI, torch, numpy and Pillow. The package `consilium` copies thi
 """
 
 import csv
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ FORMATS = ("PNG", "JPEG", "TIFF", "BMP")
 """Formats that may be read. Some of Pillow's other readers start programs such as Ghostscript."""
 MODES = ("L", "I;16", "I;16B", "I;16L", "I", "F", "RGB", "1")
 MOST_COUNTED = 2**22
+PIXELS = "write pixels from the left and the top"
 
 
 def load_network(path: str, device: torch.device) -> nn.Module:
@@ -89,9 +91,14 @@ def read_prompts(path: str, classes: Sequence[str], columns: Sequence[str]) -> d
         if (row["image"], row["class"]) in found:
             raise ValueError(f"{where}: {row['image']} has two for {row['class']!r}; keep one")
         try:
-            found[row["image"], row["class"]] = [float(row[column]) for column in columns]
+            prompt = [float(row[column]) for column in columns]
         except ValueError:
-            raise ValueError(f"{where}: has a value that is not a number; write pixels from the left and the top") from None
+            raise ValueError(f"{where}: has a value that is not a number; {PIXELS}") from None
+        if not all(map(math.isfinite, prompt)) or (len(prompt) == 2 and min(prompt) < 0):
+            raise ValueError(f"{where}: has a value that is not 0 or more; {PIXELS}")
+        if len(prompt) == 4 and not (prompt[0] < prompt[2] and prompt[1] < prompt[3]):
+            raise ValueError(f"{where}: its sides are not left < right and top < bottom; {PIXELS}")
+        found[row["image"], row["class"]] = prompt
     return found
 
 
@@ -113,10 +120,13 @@ class ReadPicture:
     def __call__(self, data: Mapping[str, Any]) -> dict[str, Any]:
         """Return "image", "file", "size" (the picture's rows and columns) and "inner" (those it fills in the square).
 
-        If `data` has prompts, "prompts" are returned too, scaled to the square.
+        If `data` has prompts, "prompts" are returned too, scaled to the square. Raises ValueError for one outside the picture.
         """
         picture = eight_bits(read(data["image"]), self.window)
         size = picture.shape[:2]
+        for prompt in data.get("prompts", ()):
+            if prompt[0] >= size[1] or prompt[1] >= size[0] or min(prompt[-2:]) < 0:
+                raise ValueError(f"{data['image']}: {prompt} lies outside its {size[1]}x{size[0]} pixels; {PIXELS}")
         rows, columns = self.side, self.side
         if self.resize != "stretch":
             rows, columns = (max(1, int(n * self.side / max(size) + 0.5)) for n in size)
