@@ -24,7 +24,7 @@ LIMITS = {
     },
     "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
 }
-"""At most these vector units in oneDNN; at the plainest level in MKL too, and no fused multiply-add in the C library's exp and log.
+"""At most these vector units in oneDNN. At the plainest level also in MKL, and no fused multiply-add in the C library's exp.
 
 Without a limit of oneDNN's, attention in bf16 at torch's level avx2 asks a processor with AMX for AVX-512, and fails.
 """

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.federation.conftest import _unsaved_figures  # noqa: F401 - as there
-
 HERE = Path(__file__).parent
 Install = Callable[[str, str, str, str], None]
 
