@@ -22,9 +22,9 @@ LIMITS = {
         "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
         "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX2,-FMA",
     },
-    "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
 }
-"""At most these vector units in oneDNN. At the plainest level also in MKL, and no fused multiply-add in the C library's exp.
+"""At most these vector units in oneDNN and MKL; at the plainest level no fused multiply-add in the C library's exp and log.
 
 Without a limit of oneDNN's, attention in bf16 at torch's level avx2 asks a processor with AMX for AVX-512, and fails.
 """

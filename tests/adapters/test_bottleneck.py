@@ -26,6 +26,7 @@ def decoder_parameters(model: torch.nn.Module) -> set[str]:
 
 def tiny(decoder: Decoder = "freeze", width: int | None = 4) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
     model, images = build_sam("tiny", None, 64, 2), torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0)) * 255
+    model.requires_grad_(decoder == "keep")  # torch multiplies by frozen weights in another way, with other bits under AVX2
     with torch.no_grad():
         before = model(images)
     bottleneck.inject(model, BottleneckConfig(kind="bottleneck", width=width, decoder=decoder), SAM)
