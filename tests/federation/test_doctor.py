@@ -83,6 +83,7 @@ def test_a_device_that_is_not_there_is_a_problem(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert examine_device(SiteConfig(device="cpu"), 0).ok
+    assert "cpu, no GPU in use: training will be slow" in examine_device(SiteConfig(device="cpu"), 0).found
     assert "no CUDA device here" in examine_device(SiteConfig(device="cuda"), 0).found
     assert "promises 2 GPUs, 0 found" in examine_device(SiteConfig(), 2).found
 

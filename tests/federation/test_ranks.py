@@ -297,6 +297,13 @@ def test_two_ranks_compute_the_loss_and_gradient_of_one(job: Job, tmp_path: Path
     assert not rank.is_alive()
 
 
+def test_a_rank_reports_why_it_ends(job: Job, tmp_path: Path) -> None:
+    (ours, theirs), context = Pipe(), build_site(job, "site-1", SiteConfig(), tmp_path, lambda event: None).context
+    send_by_value(ours, Phase({"unknown": torch.zeros(1)}, frozenset(), 1.0))
+    process_messages(theirs, context.model, context.task, job.config, Mock(), [])
+    assert "a rank: no value for " in str(receive(ours))
+
+
 def waits(pipe: Any) -> None:
     with suppress(EOFError):
         while True:

@@ -235,6 +235,7 @@ def test_a_card_says_which_model_no_noise_covers_and_tells_no_count_of_a_private
     site.train("run", sent)
     site.evaluate("run", replace(sent, round=2))
     cards = {stage: read_adapter_folder(tmp_path / "adapters" / stage)[1] for stage in ("global", "personalized")}
+    assert {stage: card.rounds for stage, card in cards.items()} == {"global": 2, "personalized": 1}  # as it was trained here
     assert {stage for stage, card in cards.items() if UNCOVERED in card.notes} == held_back
     for card in cards.values():
         assert card.training == (None if unit else 4)

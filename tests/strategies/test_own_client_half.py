@@ -99,6 +99,9 @@ def test_training_begins_with_all_that_was_loaded_and_the_first_failure_is_kept(
         with pytest.raises(CheckpointError, match=r"load\(\) gives a tensor that the model does not have so"):
             trainer.load(wrong)
     assert report.failure is None
+    part = Trainer(site("a", strategy, model), payload, {}, {A: initial[A]}, {}, {}, FitReport())  # as of a block left out
+    with pytest.raises(CheckpointError, match=r"the correction of .* fits no tensor here"):
+        part.fit(correction={B: initial[B]})
     with pytest.raises(ConfigError, match=r"calls fit\(\) more than 1 times") as first:
         trainer.fit()
     with pytest.raises(ConfigError, match="calls gradient_probe"):

@@ -10,6 +10,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from consilium.config.job import JobConfig
+from consilium.config.privacy import SitePartnersConfig
 from consilium.core.messages import Payload, Tensors
 from consilium.privacy.secagg.arithmetic import Layout, unflatten
 from consilium.privacy.secagg.certificates import Identity, certificate_for, pem_of
@@ -33,7 +34,7 @@ def keys() -> dict[str, rsa.RSAPrivateKey]:
 def identities(keys: dict[str, rsa.RSAPrivateKey]) -> dict[str, Identity]:
     root = certificate_for("hub", keys["root"].public_key(), "hub", keys["root"], authority=True)
     found = {name: certificate_for(name, keys[name].public_key(), "hub", keys["root"]) for name in NAMES}
-    return {name: Identity(name, keys[name], pem_of(found[name]), root, "hub") for name in NAMES}
+    return {name: Identity(name, keys[name], pem_of(found[name]), root, "hub", SitePartnersConfig(), False) for name in NAMES}
 
 
 NOISE = {"unit": "site", "trust": "distributed", "noise_multiplier": 1.0, "clip": 1.0}

@@ -25,6 +25,12 @@ from consilium.server.checks import refusals_text, remedy_text
 from tests.privacy.secagg.conftest import NAMES, ORDER, Net, as_sent, same
 
 
+def test_a_site_names_the_largest_number_that_it_may_send(net: Net) -> None:
+    """2^62 units of 2^-36 for four sites of weight 1, by hand."""
+    net.prepare(net.begin())
+    assert net.parties["a"].largest_number() == pytest.approx(2**26 / 4, rel=1e-9)
+
+
 def test_a_site_counts_what_a_sum_may_be_of_not_who_is_asked(tmp_path: Path, identities: dict[str, Identity]) -> None:
     """Of four sites asked, with a threshold of 3, one may stay away."""
     asks = SitePartnersConfig(min_sites=4)

@@ -37,9 +37,9 @@ class Identity:
     key: rsa.RSAPrivateKey = field(repr=False)
     certificate: str = field(repr=False)
     root: x509.Certificate = field(repr=False)
-    server: str = "server"
-    asks: SitePartnersConfig = SitePartnersConfig()  # noqa: RUF009 - frozen
-    simulated: bool = False
+    server: str
+    asks: SitePartnersConfig
+    simulated: bool
 
     def certified_key(self, name: str, pem: str) -> rsa.RSAPublicKey:
         """Return the public key of the site `name` from its certificate `pem`.
