@@ -149,7 +149,9 @@ def _read_text(path: Path) -> str:
 
     Bytes that are no UTF-8 become `\\xff`, which no JSON has: their lines are damaged, and the others stay readable.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), encoding="utf-8", errors="backslashreplace") as file:
+    with open(
+        path, encoding="utf-8", errors="backslashreplace", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
+    ) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a plain file")
         return file.read()
