@@ -94,7 +94,7 @@ def _small_pictures(request: pytest.FixtureRequest) -> Iterator[None]:
             patch.setattr("consilium.tasks.classification.task.EXAMPLES", 2)
             patch.setattr(run_files, "plot_confusions", lambda *_: None)
             if request.path.stem != "test_diagnostics":
-                patch.setattr(figures, "plot_curves", lambda *_: None)
+                patch.setattr(figures, "plot_curves", lambda *_, **how: None)
         yield
 
 

@@ -214,6 +214,17 @@ def test_a_wrong_wish_deletes_nothing(
     assert files(kit) == before
 
 
+def test_a_run_whose_record_is_no_text_ends_in_a_line(
+    kit: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record, words = kit / STATE / "runs/fundus-1/sites/clinic/r1" / FILE, ("forget", "fundus-1", "--reason", "x", "--kit", kit)
+    record.write_bytes(b"\xff\n")
+    assert run(monkeypatch, *words) == 2
+    assert "fundus-1: its audit.jsonl is no text; restore it, or delete it by hand, and repeat" in capsys.readouterr().err
+    record.unlink()
+    assert run(monkeypatch, *words) == 0
+
+
 def test_without_a_time_nothing_expires(kit: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (kit / "local/site.yaml").write_text("{}\n")
     assert run(monkeypatch, "forget", "--expired", "--kit", kit) == 2

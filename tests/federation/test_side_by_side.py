@@ -133,12 +133,12 @@ SLOW = [
 
 @pytest.mark.parametrize(("strategy", "task"), [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)])
 def test_side_by_side_other_algorithms_end_as_one_by_one(strategy: str, task: Any, tmp_path: Path, joined: Passes) -> None:
-    config = uneven(task(strategy))
+    config = uneven(task(strategy), samples=7)  # after fewer, singular vectors hang on the last digits
     run(config, tmp_path / "apart", 1)
     assert not joined
     events = run(config, tmp_path / "together", 3)
     assert not warnings(events)
-    assert joined.count((3, True)) >= 4  # of 2 steps in 2 rounds
+    assert joined.count((3, True)) >= 6  # of 3 steps in 2 rounds
     check_equal(tmp_path / "apart", tmp_path / "together")
 
 

@@ -199,6 +199,15 @@ def test_each_models_learning_curve_has_its_end(strategy: str | dict[str, Any], 
     assert {"validation/global/dice", "validation/personalized/dice"} <= found.keys()
 
 
+def test_the_last_fit_of_feddpa_f_is_in_the_personalized_score(tmp_path: Path) -> None:
+    strategy = {"name": "feddpa", "variant": "F", "weighting": "fixed"}
+    job = assembled(training_only(small_config(strategy, local_steps=2, lr=1e-2), test=1))
+    site = make_site(job, tmp_path)
+    site.train("run", payload(job))
+    scores = site.evaluate("run", payload(job, joined=True, round=1)).metrics
+    assert scores["test/personalized/loss"] != scores["test/global/loss"]
+
+
 def test_the_best_model_is_that_of_the_round_whose_score_no_later_one_reaches(small_job: MakeJob, tmp_path: Path) -> None:
     job = small_job("fedit")
     site, sent = make_site(job, tmp_path), payload(job)

@@ -145,13 +145,8 @@ def read_with_epsilon(path: Path) -> Line:
 
 
 def _read_text(path: Path) -> str:
-    """Return a record's text. Raises OSError for a pipe, a socket or a device, because reading one might never end.
-
-    Bytes that are no UTF-8 become `\\xff`, which no JSON has: their lines are damaged, and the others stay readable.
-    """
-    with open(
-        path, encoding="utf-8", errors="backslashreplace", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
-    ) as file:
+    """Return a record's text. Raises OSError for a pipe, a socket or a device, because reading one might never end."""
+    with open(path, encoding="utf-8", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a plain file")
         return file.read()
