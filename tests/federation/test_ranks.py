@@ -301,6 +301,7 @@ def test_a_rank_reports_why_it_ends(job: Job, tmp_path: Path) -> None:
     (ours, theirs), context = Pipe(), build_site(job, "site-1", SiteConfig(), tmp_path, lambda event: None).context
     send_by_value(ours, Phase({"unknown": torch.zeros(1)}, frozenset(), 1.0))
     process_messages(theirs, context.model, context.task, job.config, Mock(), [])
+    assert ours.poll(10)
     assert "a rank: no value for " in str(receive(ours))
 
 
