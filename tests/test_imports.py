@@ -158,7 +158,7 @@ SPINNING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
-    """Return a process that was a server of pictures, told its modules, then loaded what sites do and told of the hub."""
+    """Run a server of pictures and print its modules; then load what sites load, and print the offline switches."""
     code = server(tmp_path_factory.mktemp("server"), "quickstart") + MODULES + ASKED
     with pytest.MonkeyPatch.context() as patch:
         for name in SPINNING:

@@ -325,7 +325,7 @@ def dies(pipe: Any) -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a rank that only waits be waited for as good as not at all: one that has failed has done so before."""
-    monkeypatch.setattr(data_parallel, "PATIENCE", 0.01)
+    monkeypatch.setattr(data_parallel, "FAILURE_WAIT", 0.01)
 
 
 @pytest.mark.parametrize(

@@ -195,9 +195,9 @@ def forget(
         try:
             one = _forget_run(name, kit, reason)
         except (ConsiliumError, OSError, ValueError) as error:  # such as a damaged record, or a file of another user
-            if not expired and isinstance(error, UnicodeError):
-                raise ConfigError(f"{name}: its {FILE} is no text; restore it, or delete it by hand, and repeat") from None
             if not expired:
+                if isinstance(error, UnicodeError):
+                    raise ConfigError(f"{name}: its {FILE} is no text; restore it, or delete it by hand, and repeat") from None
                 raise
             found.append({"run": name, "error": str(error)})
             lines.append(f"{name}: failed: {shown(error, 400)}")

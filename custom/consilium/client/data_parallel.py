@@ -52,7 +52,7 @@ from consilium.training.sharding import leave_world, register_gather_hooks, shar
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-PATIENCE = 1.0
+FAILURE_WAIT = 1.0
 """Seconds to wait for what a rank has to say of a failure, and for its end."""
 
 
@@ -229,10 +229,10 @@ def rank_error(who: str, failure: ConsiliumError) -> ConsiliumError:
 def _failure_of(child: ChildProcess) -> ConsiliumError | None:
     """Return why a rank failed, None if it did not fail. The other ranks only wait, and report nothing."""
     with suppress(EOFError, OSError):
-        while child.pipe.poll(PATIENCE):
+        while child.pipe.poll(FAILURE_WAIT):
             if isinstance(found := receive(child.pipe), ConsiliumError):
                 return found
-    child.process.join(PATIENCE)
+    child.process.join(FAILURE_WAIT)
     code = child.process.exitcode
     return None if code is None else ConsiliumError(exit_reason(code))
 
